@@ -93,7 +93,7 @@ def test_objects_of_a_picture_that_is_no_square_stand_where_the_metadata_says(tu
     edits = draw_edits.Edits(*torch.zeros(4, 1, dtype=torch.int64))
     (metadata,) = draw_edits.metadata_of(layout, edits, [""])
     (seen,) = detection.detect(picture)
-    assert [reward._stands(seen, entry) for entry in metadata["objects"]] == [True, True]
+    assert [reward._is_there(seen, entry) for entry in metadata["objects"]] == [True, True]
 
 
 def test_sources_are_what_the_metadata_says_and_no_split_shares_one():
@@ -104,7 +104,7 @@ def test_sources_are_what_the_metadata_says_and_no_split_shares_one():
         pictures = torch.stack([from_picture(*prompt.pictures()) for prompt in prompts])
         objects = detection.detect(pictures)
         for prompt, seen in zip(prompts, objects):
-            assert all(reward._stands(seen, entry) for entry in prompt.metadata["objects"])
+            assert all(reward._is_there(seen, entry) for entry in prompt.metadata["objects"])
             assert len(seen) == len(prompt.metadata["objects"])
     assert PROMPTS["test"][0].digest != Prompt(PROMPTS["test"][0].text).digest
     assert PROMPTS["test"][0].digest == Prompt(PROMPTS["test"][0].text, {}, PROMPTS["test"][0].sources).digest

@@ -78,9 +78,8 @@ def reward_names() -> list[str]:
 
 def display_name(score: str, weights: Mapping[str, float]) -> str:
     """Return the name that people read for a score: the reward's own if it is the only one, of weight 1."""
-    if score == "avg" and list(weights.values()) == [1.0]:
-        return next(iter(weights))
-    return score
+    is_only_reward = score == "avg" and list(weights.values()) == [1.0]
+    return next(iter(weights)) if is_only_reward else score
 
 
 def check_rewards(weights: Mapping[str, float], watched: Iterable[str] = (), served: Iterable[str] = ()) -> None:
@@ -204,9 +203,7 @@ def bounds(name: str) -> tuple[float, float]:
     They are infinite for a reward that has no file here, or whose RANGE is None. Raise UserError for a RANGE that is no
     pair of numbers in order.
     """
-    limits = None
-    if name in reward_names():
-        limits = getattr(_module(name), "RANGE", None)
+    limits = getattr(_module(name), "RANGE", None) if name in reward_names() else None
     if limits is None:
         return -math.inf, math.inf
     if not _is_range(limits):

@@ -1,12 +1,13 @@
-"""What the rewards with a model, mostly a CLIP, share: pixels, batches, and weights or packages that may be missing.
+"""Helpers of rewards with a model, mostly a CLIP: batches, and weights and packages that may be missing.
 
-It is no reward itself (`flow_grpo.rewards.HELPERS`).
+This is no reward itself (`flow_grpo.rewards.HELPERS`).
 """
 
 import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -23,61 +24,75 @@ WAY_OUT = "where there is a network, and set HF_HOME to the folder it filled"
 
 
 def in_batches(score: Callable[..., Tensor], *columns) -> Tensor:
-    """score(*columns) over BATCH_SIZE rows at a time; every column has a row per image."""
-    slices = [slice(start, start + BATCH_SIZE) for start in range(0, len(columns[0]), BATCH_SIZE)]
-    return torch.cat([score(*(column[rows] for column in columns)) for rows in slices])
+    """Return score(*columns), computed BATCH_SIZE rows at a time. Every column has a row per image."""
+    scores = []
+    for start in range(0, len(columns[0]), BATCH_SIZE):
+        batch = [column[start : start + BATCH_SIZE] for column in columns]
+        scores.append(score(*batch))
+    return torch.cat(scores)
 
 
 def load_clip(reward: str, model: str, processor: str, device: torch.device | str) -> tuple[CLIPModel, CLIPProcessor]:
-    """Frozen CLIP in float32 on `device`, and what prepares its inputs; both by hub id or folder. Raises UserError:
-    missing weights or processor; the message names the reward and the id."""
+    """Return a frozen CLIP in float32 on `device`, and its processor, both by hub id or folder.
 
-    def pretrained(kind: type, name: str, **options):
-        try:
-            return kind.from_pretrained(name, **options)
-        except OSError as error:  # no such id, or no network and nothing in the cache
-            raise UserError(
-                f"reward {reward} needs the {kind.__name__} {name!r}, neither in the Hugging Face cache nor to be "
-                f"downloaded: run `hf download {name}` {WAY_OUT}"
-            ) from error
+    Raise UserError, which names the reward and the id, if weights or processor are missing.
+    """
+    clip = _pretrained(reward, CLIPModel, model, dtype=torch.float32)
+    # torchvision, the other backend, resizes a little differently.
+    prepare = _pretrained(reward, CLIPProcessor, processor, backend="pil")
+    return clip.to(device).requires_grad_(False).eval(), prepare
 
-    clip = pretrained(CLIPModel, model, dtype=torch.float32).to(device).requires_grad_(False).eval()
-    prepare = pretrained(CLIPProcessor, processor, backend="pil")  # torchvision resizes a little differently
-    return clip, prepare
+
+def _pretrained(reward: str, kind: type, name: str, **options: Any) -> Any:
+    """Return `kind.from_pretrained(name, **options)`. Raise UserError if it is neither cached nor to be downloaded."""
+    try:
+        return kind.from_pretrained(name, **options)
+    except OSError as error:
+        raise UserError(
+            f"reward {reward} needs the {kind.__name__} {name!r}, neither in the Hugging Face cache nor to be "
+            f"downloaded: run `hf download {name}` {WAY_OUT}"
+        ) from error
 
 
 def cosines(clip: CLIPModel, prepare: CLIPProcessor, images: Tensor, prompts: list[str]) -> Tensor:
-    """Of each image with its own prompt, [B]."""
+    """Return the cosine of each image with its own prompt, [B]."""
+    # Pixels are rounded on the GPU, where it is quicker. All prompts have one width, so that none depends on its
+    # neighbours.
     inputs = prepare(
         text=prompts,
-        images=to_pictures(images.to(clip.device)),  # where rounding is quicker
-        padding="max_length",  # one width, whatever the neighbours
+        images=to_pictures(images.to(clip.device)),
+        padding="max_length",
         truncation=True,
         max_length=clip.config.text_config.max_position_embeddings,
         return_tensors="pt",
     ).to(clip.device)
-    out = clip(**inputs)
-    return cosine_similarity(out.image_embeds, out.text_embeds)
+    output = clip(**inputs)
+    return cosine_similarity(output.image_embeds, output.text_embeds)
 
 
-def read_weights(reward: str, name: str) -> dict:
-    """The state dict in a local file or in owner/repository/file of the hub: .safetensors, else torch.save's format.
-    Raises UserError: it is neither; the message names the reward and the file."""
+def read_weights(reward: str, name: str) -> dict[str, Any]:
+    """Return the state dict in a local file or owner/repository/file of the hub: .safetensors, or torch.save's format.
+
+    Raise UserError, which names the reward and the file, if there is none.
+    """
     path = Path(name)
     if not path.is_file():
         try:
             owner, repository, file = name.split("/", 2)
             path = Path(hf_hub_download(f"{owner}/{repository}", file))
-        except (OSError, ValueError) as error:  # nothing to be had there, or no id of the hub at all
+        # Nothing can be had from there, or the name is no id of the hub.
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"reward {reward} needs the weights {name!r}, neither a file, nor in the Hugging Face cache, nor to be "
                 f"downloaded: give a path, or run `hf download OWNER/REPOSITORY FILE` {WAY_OUT}"
             ) from error
-    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, map_location="cpu", weights_only=True)
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def optional_package(reward: str, name: str, install: str) -> ModuleType:
-    """Import what only one reward needs. Raises UserError, which says how to install it: it cannot be imported."""
+    """Import a package that only one reward needs. Raise UserError, which says how to install it, if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,8 +1,11 @@
-"""CLIPScore (arXiv:2104.08718): how well an image shows what its prompt says, 2.5 * max(cosine(image, prompt), 0).
+"""CLIPScore (arXiv:2104.08718): agreement of an image with its prompt, 2.5 * max(cosine(image, prompt), 0).
 
 0 to 2.5. The paper's own scores are of ViT-B/32 and the prefix "A photo depicts ", the defaults here ViT-L/14 and the
 bare prompt; only scores of one setting compare.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,18 +17,18 @@ SCALE = 2.5
 RANGE = (0.0, SCALE)
 
 
-def load(device: torch.device | str, model: str = MODEL, prefix: str = ""):
-    """The scorer, in float32 on `device`. Raises UserError: missing weights or processor.
+def load(device: torch.device | str, model: str = MODEL, prefix: str = "") -> Callable[..., Tensor]:
+    """Return the scorer, in float32 on `device`. Raise UserError if weights or processor are missing.
 
     Args:
         model: hub id or folder of a CLIPModel and its CLIPProcessor.
-        prefix: put before every prompt, with a space of its own at the end.
+        prefix: text before every prompt, with a space of its own at the end.
     """
     clip, prepare = load_clip("clipscore", model, model, device)
+    similarity = partial(cosines, clip, prepare)
 
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         texts = [prefix + prompt for prompt in prompts]
-        similarities = in_batches(lambda *rows: cosines(clip, prepare, *rows), images, texts)
-        return SCALE * similarities.clamp(0, 1)
+        return SCALE * in_batches(similarity, images, texts).clamp(0, 1)
 
     return score

@@ -64,13 +64,12 @@ def restored_after_call(name: str) -> Iterator[None]:
 
 def _shared() -> Shared:
     """Return the shared state of now."""
-    folder = dtype = None
-    with suppress(OSError):
+    folder = None
+    with suppress(OSError):  # it was deleted
         folder = Path.cwd()
+    # torch is not imported here: a reward may be the first to need it.
     torch = sys.modules.get("torch")
-    if torch:
-        dtype = torch.get_default_dtype()
-    return Shared(folder, dtype)
+    return Shared(folder, torch.get_default_dtype() if torch else None)
 
 
 def _put_back(before: Shared) -> Any:

@@ -1,12 +1,13 @@
-"""GenEval (arXiv:2310.11513): whether a detector finds the objects, numbers, colours and places that a prompt names.
+"""GenEval (arXiv:2310.11513): accuracy of the objects, numbers, colours and places of a prompt, seen by a detector.
 
 The detector runs in the reward server that came with Flow-GRPO, which speaks pickle. A score is the mean over the
-prompt's demands: 1 - |found - wanted| / wanted of a number of objects or of a colour's, and 0 or 1 of a place. Where
-more than twice as many are found as are wanted, it is negative. `_strict` is 1 where all demands are met. Metadata are
-GenEval's own. The server is not asked to apply GenEval's lenient rule as well, whose outcome nothing here uses.
+prompt's demands: 1 - |found - wanted| / wanted for a number of objects, of one colour or of any, and 0 or 1 for a
+place. It is negative if more than twice as many are found as are wanted. `_strict` is 1 if all demands are met.
+Metadata are GenEval's own. The server is not asked to apply GenEval's lenient rule as well: nothing here uses it.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,11 +20,11 @@ RANGE = (-math.inf, 1.0)
 
 
 def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
-    """Raises UserError for the first prompt whose metadata are not those that the server reads."""
+    """Raise UserError for the first prompt whose metadata are not those that the server reads."""
     for prompt, data in zip(prompts, metadata, strict=True):
         clauses = data.get("include")
-        known = bool(clauses) and isinstance(clauses, list)
-        if not known or not all(_is_clause(clause) for clause in clauses):
+        is_list = isinstance(clauses, list) and len(clauses) > 0
+        if not is_list or not all(map(_is_clause, clauses)):
             raise UserError(
                 f'prompt {quoted(prompt)} needs metadata with "include", a list of objects with "class" and "count", '
                 "a number from 1"
@@ -35,18 +36,21 @@ def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
 
 
 def _is_clause(clause: object) -> bool:
+    """Return whether an entry of "include" names a class and a number of objects."""
     if not isinstance(clause, dict) or not isinstance(clause.get("class"), str):
         return False
     return type(clause.get("count")) is int and clause["count"] > 0
 
 
-def load(device: torch.device, url: str | list = "http://127.0.0.1:18085", allow_pickle: bool = False, **server):
-    """The scorer; nothing is loaded here. Only plain data are unpickled, see clients/pickled.py."""
+def load(
+    device: torch.device, url: str | list[str] = "http://127.0.0.1:18085", allow_pickle: bool = False, **server
+) -> Callable[..., dict[str, list[float]]]:
+    """Return the scorer. Nothing is loaded here, and only plain data are unpickled, see clients/pickled.py."""
     names = {"score": "scores", "strict": "strict_rewards"}
-    detected = pickled.make_scorer("geneval", url, allow_pickle, names, **server)
+    grade = pickled.make_scorer("geneval", url, allow_pickle, names, **server)
 
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, list[float]]:
-        asked = [data | {"prompt": prompt} for prompt, data in zip(prompts, metadata, strict=True)]
-        return detected(images, meta_datas=asked, only_strict=True)
+        demands = [data | {"prompt": prompt} for prompt, data in zip(prompts, metadata, strict=True)]
+        return grade(images, meta_datas=demands, only_strict=True)
 
     return score

@@ -1,4 +1,4 @@
-"""How few bytes an image needs as a JPEG (DDPO, arXiv:2305.13301): minus its size in kB at quality 95, always below 0.
+"""Compressibility of an image (DDPO, arXiv:2305.13301): minus its size in kB as a JPEG of quality 95, always below 0.
 
 It needs no model and no prompt, which makes it a reward to try a pipeline with. A flat image is its optimum, and noise
 with a weight below 0: DDPO's incompressibility.
@@ -18,11 +18,17 @@ RANGE = (-math.inf, 0.0)
 
 
 def load(device: torch.device) -> Callable[..., Tensor]:
-    """Nothing to load; encodes on the CPU."""
+    """Return the scorer, which encodes on the CPU. There is nothing to load."""
+    return score
 
-    def kilobytes(picture: Image.Image) -> float:
-        buffer = BytesIO()
-        picture.save(buffer, format="JPEG", quality=95)
-        return buffer.tell() / 1000
 
-    return lambda images, prompts, metadata: torch.tensor([-kilobytes(p) for p in to_pictures(images)])
+def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+    """Return minus the kB of images [B, 3, H, W] in [0, 1], [B] float32."""
+    return torch.tensor([-kilobytes(picture) for picture in to_pictures(images)])
+
+
+def kilobytes(picture: Image.Image) -> float:
+    """Return the size of a picture as a JPEG."""
+    buffer = BytesIO()
+    picture.save(buffer, format="JPEG", quality=95)
+    return buffer.tell() / 1000

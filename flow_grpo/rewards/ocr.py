@@ -1,16 +1,16 @@
-"""How nearly an image shows the text that its prompt quotes (Flow-GRPO's text rendering, arXiv:2505.05470), in [0, 1].
-
-Legend: n characters of the target, m of all text found in the image; both without case, whitespace and character width.
+"""Nearness of an image's text to the text that its prompt quotes (text rendering, arXiv:2505.05470), in [0, 1].
 
     score = 1 - min(1, (d + 0.1 * max(0, m - n)) / n)
-    d     = fewest insertions, deletions and substitutions that turn some stretch of the found text into the target
 
-d is 0 where the target occurs as it is, and never above n. The paper counts the edits of all found text, so that one
-more sign in the scene can cost everything. To count the nearest stretch alone would let an image full of words earn 1
-for any of them. So a surplus character costs a tenth of a missing one: the target twice earns 0.9, and eleven times
-as much text as asked for earns nothing.
+    n: characters of the target, m: characters of all text found in the image; without case, whitespace and width
+    d: fewest insertions, deletions and substitutions that turn some stretch of the found text into the target
 
-The target is "target" of the metadata, or else what the prompt has in double quotes, joined if that is several texts.
+d is 0 if the target occurs as it is, and never above n. The paper counts the edits of all found text, so that one more
+sign in the scene can cost everything. To count the nearest stretch alone would let an image full of words earn 1 for
+any of them. So a surplus character costs a tenth of a missing one: the target twice earns 0.9, and eleven times as much
+text as asked for earns nothing.
+
+The target is "target" of the metadata, or else the text in double quotes of the prompt, several texts joined.
 """
 
 import re
@@ -31,13 +31,15 @@ QUOTED = re.compile(r'["“”„«»]([^"“”„«»]+)["“”„«»]')
 
 
 def normalise(text: str) -> str:
-    """What is compared: without case and whitespace, and full-width letters as the usual ones."""
+    """Return a text as it is compared: without case and whitespace, full-width letters as the usual ones."""
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def target_of(prompt: str, metadata: dict) -> str:
-    """The text that an image of this prompt must show. Raises UserError: neither a "target" in the metadata nor quoted
-    text in the prompt; names the prompt."""
+    """Return the text that an image of a prompt must show.
+
+    Raise UserError, which names the prompt, if there is no "target" in the metadata and no quoted text in the prompt.
+    """
     target = metadata.get("target", " ".join(QUOTED.findall(prompt)))
     if not isinstance(target, str) or not normalise(target):
         raise UserError(
@@ -48,70 +50,87 @@ def target_of(prompt: str, metadata: dict) -> str:
 
 
 def check_prompts(prompts: Sequence[str], metadata: Sequence[dict]) -> None:
-    """Raises UserError for the first prompt that names no text to look for."""
+    """Raise UserError for the first prompt that names no text to look for."""
     for prompt, extra in zip(prompts, metadata, strict=True):
         target_of(prompt, extra)
 
 
 def window_distance(text: str, target: str) -> int:
-    """Fewest single-character edits between the target and the nearest stretch of `text`, perhaps an empty one."""
-    edits = [0] * (len(text) + 1)  # per place of `text` at which the stretch may end
+    """Return the fewest single-character edits between the target and any stretch of `text`, perhaps an empty one."""
+    # Levenshtein's distance with a free start: edits[j] counts those to stretches that end before text[j].
+    edits = [0] * (len(text) + 1)
     for i, wanted in enumerate(target, start=1):
-        above, edits = edits, [i]
+        above = edits
+        edits = [i]
         for j, seen in enumerate(text, start=1):
-            edits.append(min(above[j - 1] + (wanted != seen), above[j] + 1, edits[j - 1] + 1))
+            substituted = above[j - 1] if wanted == seen else above[j - 1] + 1
+            edits.append(min(substituted, above[j] + 1, edits[j - 1] + 1))
     return min(edits)
 
 
 def grade(text: str, target: str) -> dict[str, float]:
-    """The score of an image that shows `text`; "exact", 1.0 if the target occurs in the text as it is, else 0.0; and
-    "surplus", characters beyond the target's number, per character of the target."""
-    text, target = normalise(text), normalise(target)
-    distance, surplus = window_distance(text, target), max(0, len(text) - len(target))
+    """Return "score" of an image that shows `text`, "exact" and "surplus".
+
+    "exact" is 1.0 if the target occurs in the text as it is, else 0.0; "surplus" the characters beyond the target's
+    number, per character of the target.
+    """
+    text = normalise(text)
+    target = normalise(target)
+    distance = window_distance(text, target)
+    surplus = max(0, len(text) - len(target))
     score = max(0.0, 1 - (distance + SURPLUS_COST * surplus) / len(target))
     return {"score": score, "exact": float(distance == 0), "surplus": surplus / len(target)}
 
 
 def reading_order(boxes: np.ndarray) -> list[int]:
-    """Order in which boxes [N, 4 corners, (x, y)] are read: lines top to bottom, each left to right.
+    """Return the order in which boxes [N, 4 corners, (x, y)] are read: lines top to bottom, each left to right.
 
     A box whose middle is higher than the lower edge of a line's highest box belongs to that line.
     """
-    left, middle, bottom = boxes[..., 0].min(1), boxes[..., 1].mean(1), boxes[..., 1].max(1)
+    left = boxes[..., 0].min(1)
+    middle = boxes[..., 1].mean(1)
+    bottom = boxes[..., 1].max(1)
+    # Boxes come from top to bottom, so that each joins the last line or begins one.
     lines = []
     for i in np.argsort(middle, kind="stable").tolist():
         if lines and middle[i] < bottom[lines[-1][0]]:
             lines[-1].append(i)
         else:
             lines.append([i])
-    return [i for line in lines for i in sorted(line, key=lambda i: left[i])]
+    order = []
+    for line in lines:
+        order += sorted(line, key=lambda box: left[box])
+    return order
 
 
 def load(device: torch.device | str, threads: int | None = None) -> Callable[..., dict[str, Tensor]]:
-    """The scorer. It reads on the CPU, one image at a time, with the weights that come in the package of rapidocr.
+    """Return the scorer, which reads on the CPU, one image at a time, with the weights that rapidocr's package holds.
 
     The engine enlarges an image's short side to 736 pixels before it looks for text. Upside-down text is not turned.
-    Raises UserError: the engine is not installed.
+    Raise UserError if the engine is not installed.
 
     Args:
-        threads: of the engine; torch's number by default.
+        threads: threads of the engine; as many as torch has by default.
     """
-    read = _reader(threads or torch.get_num_threads())
+    read_text = _reader(threads or torch.get_num_threads())
 
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> dict[str, Tensor]:
-        """Images [B, 3, H, W] in [0, 1] -> {"score", "exact", "surplus"}, each [B] float32. See `grade`."""
-        targets = [target_of(p, m) for p, m in zip(prompts, metadata, strict=True)]
-        pixels = to_uint8(images)
-        grades = [grade(read(picture), target) for picture, target in zip(pixels, targets, strict=True)]
-        return {key: torch.tensor([g[key] for g in grades]) for key in ("score", "exact", "surplus")}
+        """Return "score", "exact" and "surplus" of images [B, 3, H, W] in [0, 1], each [B] float32. See `grade`."""
+        # All targets first: a prompt without one is refused before anything is read.
+        targets = list(map(target_of, prompts, metadata))
+        columns = {"score": [], "exact": [], "surplus": []}
+        for pixels, target in zip(to_uint8(images), targets, strict=True):
+            for key, value in grade(read_text(pixels), target).items():
+                columns[key].append(value)
+        return {key: torch.tensor(values) for key, values in columns.items()}
 
     return score
 
 
 def _reader(threads: int) -> Callable[[np.ndarray], str]:
-    """A function from RGB pixels [H, W, 3] uint8 to all text in them."""
+    """Return a function from RGB pixels [H, W, 3] uint8 to all text in them."""
     try:
-        import onnxruntime  # noqa: F401  rapidocr asks for it only at the first image
+        import onnxruntime  # noqa: F401  rapidocr imports it only at the first image
         from rapidocr import RapidOCR
     except ImportError as error:
         raise UserError(f"reward ocr needs rapidocr and onnxruntime ({error}): pip install 'flow_grpo[ocr]'") from error
@@ -120,7 +139,8 @@ def _reader(threads: int) -> Callable[[np.ndarray], str]:
     ocr = RapidOCR(params={"Global.log_level": "critical", "Global.use_cls": False, **thread_settings})
 
     def read(pixels: np.ndarray) -> str:
-        result = ocr(np.ascontiguousarray(pixels[..., ::-1]))  # the engine expects BGR
+        # The engine expects BGR.
+        result = ocr(np.ascontiguousarray(pixels[..., ::-1]))
         return " ".join(result.txts[i] for i in reading_order(result.boxes)) if result.txts else ""
 
     return read

@@ -1,7 +1,9 @@
-"""PickScore (arXiv:2305.01569): how well people would like an image for its prompt, by a CLIP trained on their choices.
+"""PickScore (arXiv:2305.01569): people's liking of an image for its prompt, by a CLIP trained on their choices.
 
 A score is logit_scale * cosine(image, prompt) / 26, the scale of the Flow-GRPO code base.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,8 +15,8 @@ PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 SCALE = 26.0
 
 
-def load(device: torch.device | str, model: str = MODEL, processor: str = PROCESSOR):
-    """The scorer, in float32 on `device`. Raises UserError: missing weights or processor.
+def load(device: torch.device | str, model: str = MODEL, processor: str = PROCESSOR) -> Callable[..., Tensor]:
+    """Return the scorer, in float32 on `device`. Raise UserError if weights or processor are missing.
 
     Args:
         model: hub id or folder of a CLIPModel.
@@ -22,7 +24,11 @@ def load(device: torch.device | str, model: str = MODEL, processor: str = PROCES
     """
     clip, prepare = load_clip("pickscore", model, processor, device)
 
+    def similarity(images: Tensor, prompts: list[str]) -> Tensor:
+        # The model's own logit, on the scale of the Flow-GRPO code base.
+        return clip.logit_scale.exp() * cosines(clip, prepare, images, prompts) / SCALE
+
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        return in_batches(lambda *rows: clip.logit_scale.exp() * cosines(clip, prepare, *rows) / SCALE, images, prompts)
+        return in_batches(similarity, images, prompts)
 
     return score

@@ -102,9 +102,8 @@ def scores_of(
     Raises:
         UserError: as by `checked_scores`; the reward left the process; its own code's score is beyond its RANGE.
     """
-    arguments = {}
-    if takes_sources(score):
-        arguments["sources"] = sources or [[]] * len(prompts)
+    arguments = {"sources": sources or [[]] * len(prompts)} if takes_sources(score) else {}
+    # The reward gets copies: it may change its arguments in place.
     try:
         with foreign_code.restored_after_call(name):
             output = _awaited(score(images.clone(), list(prompts), copy.deepcopy(metadata), **arguments))
@@ -191,8 +190,6 @@ def _failure(name: str, returned: dict[str, Any], scores: dict[str, Tensor], pro
     failed = (~scores[key].isfinite()).nonzero().flatten().tolist()
     first = failed[0]
     entry = returned[key][first]
-    if isinstance(entry, Real | Tensor):
-        value = str(scores[key][first].item())
-    else:
-        value = f"{quoted(entry)}, which is no number,"
+    number = scores[key][first].item()
+    value = f"{number}" if isinstance(entry, Real | Tensor) else f"{quoted(entry)}, which is no number,"
     return f"reward {name!r} is {value} for {quoted(prompts[first])} ({len(failed)} such images)"

@@ -1,10 +1,11 @@
-"""Whether a picture shows the shapes that a prompt of `data.shapes` asks for: found by rule, graded like GenEval.
+"""Accuracy of the shapes that a prompt of `data.shapes` asks for, found by rule and graded as GenEval does.
 
 An unknown object, which is no clean shape (`detection`), satisfies no clause, so that pictures between two answers earn
 nothing.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +18,19 @@ RANGE = (0.0, 1.0)
 OFFSET = 0.05  # of the picture's side; centres nearer than this are neither left nor right of each other
 
 
-def _matching(detections: list[Detection], entry: dict) -> list[Detection]:
-    return [d for d in detections if d.kind == entry["class"] and entry.get("color") in (None, d.color)]
+def _matching(detections: list[Detection], entry: dict[str, Any]) -> list[Detection]:
+    """Return the objects of an entry's class, and of its colour if it names one."""
+    of_class = [detection for detection in detections if detection.kind == entry["class"]]
+    if not entry.get("color"):
+        return of_class
+    return [detection for detection in of_class if detection.color == entry["color"]]
 
 
 def _holds(relation: str, subjects: list[Detection], targets: list[Detection]) -> bool:
-    """Whether all subjects lie there, by their centres: at least OFFSET along the direction and within 60 degrees."""
+    """Return whether all subjects lie in a relation's direction from all targets.
+
+    Centres must be at least OFFSET apart along the direction, and within 60 degrees of it.
+    """
     direction = np.array(RELATIONS[relation])
     for subject in subjects:
         for target in targets:
@@ -32,13 +40,13 @@ def _holds(relation: str, subjects: list[Detection], targets: list[Detection]) -
     return bool(subjects and targets)
 
 
-def grade(detections: list[Detection], metadata: dict) -> tuple[float, float]:
-    """(dense, strict): the mean credit of the clauses, and 1.0 if all are full else 0.0 (after arXiv:2310.11513).
+def grade(detections: list[Detection], metadata: dict[str, Any]) -> tuple[float, float]:
+    """Return (dense, strict): the mean credit of clauses, and 1.0 if all are full else 0.0 (after arXiv:2310.11513).
 
     A count earns max(0, 1 - |wanted - found| / wanted), a colour 1 if exactly `count` of the class have it, and a
     position 1 if it holds between all objects of the two entries. An exclude clause earns 1 below its count, but 0
-    while the picture has none of a class that the prompt includes. Objects that no clause names cost nothing. Raises
-    UserError, which names the prompt: metadata that is malformed.
+    while the picture has none of a class that the prompt includes. Objects that no clause names cost nothing. Raise
+    UserError, which names the prompt, if the metadata are malformed.
     """
     check_metadata(metadata)
     include = metadata["include"]
@@ -53,41 +61,56 @@ def grade(detections: list[Detection], metadata: dict) -> tuple[float, float]:
             relation, other = entry["position"]
             clause_credits.append(float(_holds(relation, matching, _matching(detections, include[other]))))
     for entry in metadata.get("exclude", []):
-        fewest = int(any(entry["class"] == wanted["class"] for wanted in include))
+        # A prompt that asks for a class is not met by a picture without one.
+        is_included = any(entry["class"] == wanted["class"] for wanted in include)
+        fewest = 1 if is_included else 0
         clause_credits.append(float(fewest <= len(_matching(detections, entry)) < entry["count"]))
     return sum(clause_credits) / len(clause_credits), float(min(clause_credits) == 1)
 
 
-def labels(images: Tensor, metadata: list[dict]) -> dict[str, Tensor]:
-    """What a prompt leaves open of the first object that it names: its colour, the ninth of the square around the
-    picture in which its centre lies, and its width in twentieths. -1 = it is not there, or the prompt says it."""
-    entries = [data["include"][0] for data in metadata]
-    found = [_matching(seen, entry)[:1] for seen, entry in zip(detect(images), entries, strict=True)]
-    rows = torch.full((len(found), 3), -1)
-    for row, entry, detections in zip(rows, entries, found):
-        for _, color, (x, y), area in detections:
-            of_color = -1 if entry.get("color") else [*COLORS].index(color)
-            row[:] = torch.tensor([of_color, 3 * int(3 * y) + int(3 * x), int(20 * area**0.5)])
-    return dict(zip(("color", "position", "size"), rows.unbind(1)))
+def labels(images: Tensor, metadata: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return what a prompt leaves open of the first object that it names, each [B] int64.
+
+    Its colour, the ninth of the square around the picture in which its centre lies, and its width in twentieths of the
+    square. -1 = the object is not there, or the prompt names the colour.
+    """
+    color_names = list(COLORS)
+    colors = torch.full((len(metadata),), -1)
+    positions = colors.clone()
+    sizes = colors.clone()
+    for row, (detections, data) in enumerate(zip(detect(images), metadata, strict=True)):
+        entry = data["include"][0]
+        matching = _matching(detections, entry)
+        if not matching:
+            continue
+        first = matching[0]
+        x, y = first.center
+        if not entry.get("color"):
+            colors[row] = color_names.index(first.color)
+        positions[row] = 3 * int(3 * y) + int(3 * x)
+        sizes[row] = int(20 * first.area**0.5)
+    return {"color": colors, "position": positions, "size": sizes}
 
 
-def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
-    """Raises UserError for the first prompt without GenEval metadata that names shapes."""
+def check_prompts(prompts: list[str], metadata: list[dict[str, Any]]) -> None:
+    """Raise UserError for the first prompt without GenEval metadata that names shapes."""
     for prompt, data in zip(prompts, metadata, strict=True):
         check_metadata({"prompt": prompt} | data)
 
 
-def load(device):
-    """Returns the scorer: images [B, 3, H, W] in [0, 1] -> {"score": dense [B] f32, "accuracy": strict [B] f32}."""
-    return scorer(grade)
+def load(device: torch.device | str) -> Callable[..., dict[str, Tensor]]:
+    """Return images [B, 3, H, W] in [0, 1] -> {"score": dense [B] f32, "accuracy": strict [B] f32}."""
+    return make_scorer(grade)
 
 
-def scorer(grade: Callable[[list[Detection], dict], tuple[float, float]]) -> Callable:
-    """The scorer of a `grade` of (detections, metadata) -> (score, accuracy)."""
+def make_scorer(
+    grade: Callable[[list[Detection], dict[str, Any]], tuple[float, float]],
+) -> Callable[..., dict[str, Tensor]]:
+    """Return the scorer of a grade: (detections, metadata) -> (score, accuracy)."""
 
-    def score(images, prompts, metadata):
-        grades = [grade(seen, data) for seen, data in zip(detect(images), metadata, strict=True)]
-        dense, strict = torch.tensor(grades).view(-1, 2).unbind(1)
-        return {"score": dense, "accuracy": strict}
+    def score(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> dict[str, Tensor]:
+        grades = [grade(detections, data) for detections, data in zip(detect(images), metadata, strict=True)]
+        scores, accuracies = torch.tensor(grades).view(-1, 2).unbind(1)
+        return {"score": scores, "accuracy": accuracies}
 
     return score

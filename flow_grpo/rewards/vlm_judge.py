@@ -1,7 +1,7 @@
-"""Any vision-language model as a judge: how well an image shows its prompt, asked for on a scale of your own.
+"""Judgement of an image by any vision-language model, which is asked how well it shows its prompt.
 
 A score is the number in the model's answer, scaled to [0, 1]. The server is OpenAI-compatible, such as vLLM's or
-sglang's; question, scale and how to find the number are options.
+sglang's. Options choose the question, the scale and the pattern that finds the number.
 """
 
 import base64
@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,15 +37,15 @@ where N is a whole number from 0 (nothing was done, or it is another image) to 1
 that)."""
 NUMBER = r"[-+]?\d+(?:[.,]\d+)?(?:[eE][-+]?\d+)?"
 SCALE = r"(?:\s*\([^)]*\))?\s*(?:[:=>|]|\bis\b|\bof\b)?\s*"  # between a word and its number, as in "(0 to 10): "
-# Behind a number: what makes it a share, what it is out of, or the end of a range.
+# Text behind a number that makes it a share, says what it is out of, or makes it the start of a range.
 BEHIND = re.compile(
     rf"\s*(?:(?P<share>%)|(?:/|out of|of)\s*(?P<top>{NUMBER})|(?P<range>(?:-|–|to)\s*\d))", re.IGNORECASE
 )
-PATHS = "/chat/completions", "/v1"  # ends of a url that are ours to add
+PATHS = ("/chat/completions", "/v1")  # ends of a url, which are added here
 
 
 def pattern_after(words: str) -> str:
-    """A regular expression whose group is the number after some words, in capitals or small letters."""
+    """Return a regular expression whose group is the number after some words, in capitals or small letters."""
     return rf"(?i)\b{words}{SCALE}({NUMBER})"
 
 
@@ -54,7 +55,7 @@ ANY_PATTERN = re.compile(pattern_after("(?:rating|score)"))  # for an answer in 
 
 def load(
     device: torch.device,
-    url: str | list,
+    url: str | list[str],
     model: str,
     template: str = "",
     pattern: str = PATTERN,
@@ -63,59 +64,79 @@ def load(
     max_tokens: int = 256,
     **server,
 ) -> Callable[..., Tensor]:
-    """A scorer that sends each image with its question and reads a number out of the answer. Nothing is loaded here.
-    Raises UserError: a template without {prompt}, a pattern that is none or has no group, an empty scale.
+    """Return a scorer that sends each image with its question and reads a number out of the answer.
+
+    Nothing is loaded here. Raise UserError for a template without {prompt}, a pattern that is no regular expression or
+    has no group, and an empty scale.
 
     Args:
-        url, model: of the server, with or without /v1, and what it calls its model.
-        template: the question; {prompt} stands for the image's prompt. "" = TEMPLATE, for edits EDIT_TEMPLATE.
+        url: server's address, with or without /v1.
+        model: name that the server gives its model.
+        template: question, in which {prompt} stands for the image's prompt. "" = TEMPLATE, for edits EDIT_TEMPLATE.
         pattern: regular expression whose first group is the number; its last match counts. It is tried on the answer
             without Markdown first, then on the answer as it is.
-        lowest, highest: the scale that the model is asked for; scores are scaled to [0, 1].
+        lowest, highest: ends of the scale that the model is asked for; scores are scaled to [0, 1].
         server: token_file, timeout_s of flow_grpo.rewards.clients.client.Server.
     """
-    try:
-        find = re.compile(pattern)
-    except re.error as error:
-        raise UserError(f"a judge's pattern is a regular expression; {quoted(pattern)} is none: {error}") from error
-    if (template and "{prompt}" not in template) or find.groups < 1 or not lowest < highest:
-        raise UserError(
-            f"a judge needs {{prompt}} in its template, a group in its pattern ({pattern!r}) and {lowest} < {highest}"
-        )
-    judge = Server([_base(part) for part in urls_of(url)], **server)
-    parse = partial(rating, find=find, lowest=lowest, highest=highest)
+    number_pattern = _checked_pattern(pattern, template, lowest, highest)
+    judge = Server([_base_url(address) for address in urls_of(url)], **server)
+    parse = partial(rating, number_pattern=number_pattern, lowest=lowest, highest=highest)
 
-    def score(images: Tensor, prompts: list[str], metadata: list, sources: list | None = None) -> Tensor:
-        rows = zip(images, prompts, sources or [[]] * len(prompts))
-        asked = [question([*own, image], text, template, model, max_tokens) for image, text, own in rows]
-        sent = [judge.post("/v1/chat/completions", parse, json=request) for request in asked]
-        return torch.tensor([future.result() for future in sent])
+    def score(
+        images: Tensor, prompts: list[str], metadata: list[dict], sources: list[list[Tensor]] | None = None
+    ) -> Tensor:
+        # All requests are sent before the first answer is waited for.
+        answers = []
+        for image, prompt, prompt_sources in zip(images, prompts, sources or [[]] * len(prompts)):
+            request = question([*prompt_sources, image], prompt, template, model, max_tokens)
+            answers.append(judge.post("/v1/chat/completions", parse, json=request))
+        return torch.tensor([answer.result() for answer in answers])
 
     return score
 
 
-def question(images: list[Tensor], prompt: str, template: str, model: str, max_tokens: int) -> dict:
-    """A chat request about the last image, which may have been made of the others."""
-    encoded = [base64.b64encode(wire.pack_image(image, "png")).decode() for image in images]
-    pictures = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}} for data in encoded]
-    text = (template or (EDIT_TEMPLATE if images[1:] else TEMPLATE)).replace("{prompt}", prompt)
-    messages = [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
-    return dict(model=model, temperature=0.0, max_tokens=max_tokens, messages=messages)
+def _checked_pattern(pattern: str, template: str, lowest: float, highest: float) -> re.Pattern[str]:
+    """Return the compiled pattern of a judge. Raise UserError for options of `load` that cannot be."""
+    try:
+        number_pattern = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"a judge's pattern is a regular expression; {quoted(pattern)} is none: {error}") from error
+    has_prompt = not template or "{prompt}" in template
+    if not has_prompt or number_pattern.groups < 1 or not lowest < highest:
+        raise UserError(
+            f"a judge needs {{prompt}} in its template, a group in its pattern ({pattern!r}) and {lowest} < {highest}"
+        )
+    return number_pattern
 
 
-def _base(url: str) -> str:
-    """A server's address without the path of its requests."""
+def question(images: list[Tensor], prompt: str, template: str, model: str, max_tokens: int) -> dict[str, Any]:
+    """Return a chat request about the last image, which may have been made of the others."""
+    content = []
+    for image in images:
+        encoded = base64.b64encode(wire.pack_image(image, "png")).decode()
+        content.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}})
+    if not template:
+        template = EDIT_TEMPLATE if len(images) > 1 else TEMPLATE
+    content.append({"type": "text", "text": template.replace("{prompt}", prompt)})
+    messages = [{"role": "user", "content": content}]
+    return {"model": model, "temperature": 0.0, "max_tokens": max_tokens, "messages": messages}
+
+
+def _base_url(url: str) -> str:
+    """Return a server's address without the path of its requests."""
     url = url.rstrip("/")
     for end in PATHS:
         url = url.removesuffix(end).rstrip("/")
     return url
 
 
-def rating(body: bytes, find: re.Pattern, lowest: float, highest: float) -> float:
-    """The number in what a chat server answered, on a scale whose ends become 0 and 1; it may lie beyond them. Raises
-    ServerError: there is none, or it is on another scale."""
-    text = _content(body)
-    match, text = _last_match(text, find)
+def rating(body: bytes, number_pattern: re.Pattern, lowest: float, highest: float) -> float:
+    """Return the number in a chat server's answer, on a scale whose ends become 0 and 1; it may lie beyond them.
+
+    Raise ServerError if there is none, or it is on another scale.
+    """
+    match = _last_match(_content(body), number_pattern)
+    text = match.string
     number = float(match[1].replace(",", "."))
     behind = BEHIND.match(text, match.end(1))
     if behind and behind["share"]:
@@ -128,7 +149,7 @@ def rating(body: bytes, find: re.Pattern, lowest: float, highest: float) -> floa
 
 
 def _content(body: bytes) -> str:
-    """The text of a chat server's answer, which may come in parts. Raises ServerError: there is none."""
+    """Return the text of a chat server's answer, which may come in parts. Raise ServerError if there is none."""
     try:
         content = json.loads(body)["choices"][0]["message"]["content"]
         if isinstance(content, list):
@@ -140,23 +161,25 @@ def _content(body: bytes) -> str:
         raise ServerError(f"no number in an answer without a text: {quoted(excerpt(body))}") from error
 
 
-def _last_match(text: str, find: re.Pattern) -> tuple[re.Match, str]:
-    """The match of the number, and the text in which it is: without Markdown, or as it is. Raises ServerError: none."""
+def _last_match(text: str, number_pattern: re.Pattern) -> re.Match:
+    """Return the match of the number, in the text without Markdown or as it is. Raise ServerError if there is none."""
     plain = _plain(text)
     for form in (plain, text):
-        matches = list(find.finditer(form))
+        matches = list(number_pattern.finditer(form))
         if matches and matches[-1][1]:
-            return matches[-1], form
-    is_own = not find.pattern.endswith(f"{SCALE}({NUMBER})")
-    matches = [] if is_own else list(ANY_PATTERN.finditer(plain))
-    if len({match[1] for match in matches}) == 1:
-        return matches[0], plain
-    looked_for = f" as {find.pattern!r} finds it" if is_own else ""
-    raise ServerError(f"no number{looked_for} in {quoted(excerpt(text.encode()))}")
+            return matches[-1]
+    # A pattern of the user's own is taken at its word.
+    if not number_pattern.pattern.endswith(f"{SCALE}({NUMBER})"):
+        pattern = number_pattern.pattern
+        raise ServerError(f"no number as {pattern!r} finds it in {quoted(excerpt(text.encode()))}")
+    matches = list(ANY_PATTERN.finditer(plain))
+    if len({match[1] for match in matches}) != 1:
+        raise ServerError(f"no number in {quoted(excerpt(text.encode()))}")
+    return matches[0]
 
 
 def _plain(text: str) -> str:
-    """A text without Markdown, LaTeX's boxes and quotes around words, in plain forms of letters and digits."""
+    """Return a text without Markdown, LaTeX's boxes and quotes around words, in plain forms of letters and digits."""
     text = unicodedata.normalize("NFKC", text)
     text = re.sub(r"\\boxed\{([^}]*)\}", r"\1", text)
     return re.sub(r"[*`\"$#]|__", "", text)

@@ -51,18 +51,14 @@ def excerpt(answer: bytes) -> str:
 
 def print_notice(text: str) -> None:
     """Print on the terminal, on any rank, what the run waits for."""
-    line = in_one_line(text)
     rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        line = f"rank {rank}: {line}"
-    logging.getLogger(__name__).warning(line)
+    line = in_one_line(text)
+    logging.getLogger(__name__).warning(line if rank == "0" else f"rank {rank}: {line}")
 
 
 def urls_of(url: str | list[str]) -> list[str]:
     """Return the addresses of one reward's servers, given as one address or as a list."""
-    if isinstance(url, list | tuple):
-        return list(url)
-    return [url]
+    return list(url) if isinstance(url, list | tuple) else [url]
 
 
 def read_token(file: str = "") -> str:
@@ -105,6 +101,7 @@ class Server:
         # Ranks send their requests in step. Each begins with another server.
         self.turns = itertools.count(int(os.environ.get("RANK", "0")))
 
+        # Compressed answers would need a limit of their own.
         headers = {"Accept-Encoding": "identity"}
         token = read_token(token_file)
         if token:
@@ -163,6 +160,7 @@ class Server:
             # A busy server (429) is not away.
             if status != 429:
                 self._set_aside(url, problem)
+                # Another server is asked at once.
                 if self._is_there(self._choose(turn + 1)):
                     continue
             # Each process pauses for another time, so that ranks do not come back all at once.
