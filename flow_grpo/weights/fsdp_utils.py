@@ -162,10 +162,10 @@ class _OneForward(torch.autograd.Function):
         return output[0].clone()
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[None, None]:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[None, None]:
         output = ctx.output
         ctx.output = None
-        torch.autograd.backward(output, gradient)
+        torch.autograd.backward(output, grad_outputs[0])
         return None, None
 
 

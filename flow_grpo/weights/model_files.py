@@ -5,6 +5,7 @@ A model on the hub is checked only if the cache is offline: otherwise the hub ha
 """
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -224,7 +225,7 @@ def _silent() -> Iterator[None]:
     log = transformers.utils.logging
     level = log.get_verbosity()
     has_bars = log.is_progress_bar_enabled()
-    log.set_verbosity(log.CRITICAL)
+    log.set_verbosity(logging.CRITICAL)
     log.disable_progress_bar()
     try:
         yield

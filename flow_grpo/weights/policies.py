@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.loaders import PeftAdapterMixin
+from diffusers.loaders.peft import PeftAdapterMixin
 from ml_collections import ConfigDict
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
