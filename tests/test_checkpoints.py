@@ -109,7 +109,8 @@ def replicated(folder, rank):
     run = start(folder / "base")
     train(*run[:2], range(2), run[2])
     checkpoint = save(folder / "replicated", run, 1)
-    written, layouts = whole(run), [None, fsdp_utils.make_mesh("shard", torch.device("cpu"))]
+    written = whole(run)
+    layouts = [None, fsdp_utils.make_mesh("shard", torch.device("cpu"))]
     others = [start(folder / "base", mesh) for mesh in layouts]
     for other in others:
         restore(folder / "one" / "epoch_000001", other)
@@ -157,7 +158,8 @@ def test_two_sharded_ranks_resume_bit_for_bit_and_on_one_but_for_rounding(folder
 
 
 def test_two_ranks_with_the_same_weights_write_half_each_and_read_ones_checkpoint_in_either_layout(folder, ranks):
-    one, of_two = start(folder / "base"), start(folder / "base")
+    one = start(folder / "base")
+    of_two = start(folder / "base")
     restore(folder / "one" / "epoch_000001", one)
     assert all(same(read, whole(one)) for rank in ranks for read in rank["replicated"]["of one"])
     state = Path(ranks[0]["replicated"]["checkpoint"], "state")
@@ -192,9 +194,12 @@ def test_another_config_is_refused_by_its_differing_keys(tmp_path):
     stored = default_config().to_dict()
     del stored["health"], stored["train"]["reward_aggregation"]
     config = default_config()
-    config.num_epochs, config.eval.num_steps, config.fsdp.mode = 999, 3, "shard"
+    config.num_epochs = 999
+    config.eval.num_steps = 3
+    config.fsdp.mode = "shard"
     assert not compare(tmp_path, stored, config)
-    config.train.beta, config.sample.rollout_weights = 0.5, "merged"
+    config.train.beta = 0.5
+    config.sample.rollout_weights = "merged"
     changed = {"sample.rollout_weights": ("exact", "merged"), "train.beta": (0.0, 0.5)}
     assert compare(tmp_path, stored, config) == changed
     with pytest.raises(ValueError, match=r"config.json is damaged: its 'sample' is 5, no section of settings"):
@@ -325,6 +330,17 @@ STEPS = [
 ]
 
 
+def counted(plain, left):
+    """A step on the disk, at which the process dies if none are left."""
+
+    def step(*args, **options):
+        if not next(left):
+            os._exit(9)
+        return plain(*args, **options)
+
+    return step
+
+
 def dies_before(number, write):
     """Whether a process that runs `write` dies, which it does before its so-manieth step on the disk."""
     child = os.fork()
@@ -332,8 +348,7 @@ def dies_before(number, write):
         left = itertools.count(number, -1)
         for owner, name in STEPS:
             plain = getattr(owner, name)
-            step = lambda *args, plain=plain, **how: plain(*args, **how) if next(left) else os._exit(9)  # noqa: E731
-            setattr(owner, name, step)
+            setattr(owner, name, counted(plain, left))
         write()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -368,7 +383,8 @@ def read_best(folder):
 @pytest.mark.parametrize(("write", "read"), [(write_checkpoint, read_checkpoint), (write_best, read_best)])
 def test_a_kill_before_any_step_of_a_save_leaves_the_old_or_the_new_one_whole(write, read, tmp_path):
     write(tmp_path, 1)
-    seen, number = [1], 1
+    seen = [1]
+    number = 1
     for step in itertools.count():
         number += 1
         died = dies_before(step, lambda number=number: write(tmp_path, number))

@@ -60,21 +60,25 @@ def normal(*shape):
 
 
 def test_meter_means_are_over_rows_however_batches_and_ranks_were_cut():
-    values, ranks, sent = normal(37), [Meter(), Meter()], []
+    values = normal(37)
+    ranks = [Meter(), Meter()]
+    sent = []
     for number, batch in enumerate(values.split(10)):
         ranks[number % 2].add(loss=batch.requires_grad_(), learning_rate=0.5)
         ranks[number % 2].add_max(peak=batch)
         ranks[number % 2].add_spread(ratio=batch)
     ranks[1].pop(lambda *parts: sent.extend(parts) or parts)
     popped = ranks[0].pop(lambda sums, maxima: (sums + sent[0], torch.maximum(maxima, sent[1])))
-    mean, spread = values.mean().item(), values.std(correction=0).item()
+    mean = values.mean().item()
+    spread = values.std(correction=0).item()
     figures = {"loss": mean, "ratio_mean": mean, "ratio_std": spread, "peak": values.max().item()}
     assert popped == pytest.approx(figures | {"learning_rate": 0.5})
     assert ranks[0].pop(over_ranks) == {}
 
 
 def test_meter_resolves_the_spread_of_a_ratio_near_one():
-    ratio, meter = 1 + 1e-5 * normal(1000).double(), Meter()
+    ratio = 1 + 1e-5 * normal(1000).double()
+    meter = Meter()
     for batch in ratio.split(300):
         meter.add_spread(ratio=batch)
     popped = meter.pop(over_ranks)
@@ -96,7 +100,8 @@ def test_a_run_folder_has_config_and_lines_and_wandb_has_them_and_what_config_al
     assert alerts.send("wandb", "the reward has fallen") == ""
     board.finish()
     words = b"0.00037", b"num_epochs", b"eval/shapes_accuracy", b"train/grad_norm", b"the reward has fallen"
-    recorded, deadline = next(tmp_path.glob("wandb/offline-run-*/*.wandb")), time.monotonic() + 20
+    recorded = next(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    deadline = time.monotonic() + 20
     while not all(word in recorded.read_bytes() for word in words):  # its own process writes on after finish
         assert time.monotonic() < deadline, recorded.read_bytes()
         time.sleep(0.05)
@@ -324,7 +329,8 @@ def test_samples_pair_no_evaluations_that_were_made_in_different_ways(tmp_path, 
 def test_a_picture_that_a_disk_refuses_leaves_the_old_one(tmp_path, board):
     board.log_images(random_images(2), ["a", "b"], [1.0, 0.0], epoch=0, step=0)
     records = [{"kind": "eval", "epoch": 0, "eval/shapes": 0.5}]
-    row, split = {"policy": "base", "weights": ""}, Split("test", [Prompt("a red circle", {})])
+    row = {"policy": "base", "weights": ""}
+    split = Split("test", [Prompt("a red circle", {})])
     scores = Scores({"avg": torch.zeros(1, 1)}, {0: random_images(1)[0]}, {})
     draws = {
         "samples.png": lambda file: dashboard.plot_samples(file.parent),

@@ -24,7 +24,8 @@ def flat(tensors):
 
 
 def test_the_average_is_the_weights_and_then_moves_at_every_intervalth_step_by_the_closed_form():
-    layer, expected = linear(0.0), 0.0
+    layer = linear(0.0)
+    expected = 0.0
     ema = ema_of(layer, decay=0.4, interval=3)
     for step in range(1, 10):
         torch.nn.init.constant_(layer.weight, float(step))
@@ -36,11 +37,13 @@ def test_the_average_is_the_weights_and_then_moves_at_every_intervalth_step_by_t
 
 def test_evaluation_sees_the_average_and_training_gets_its_bits_back_after_an_exception_too():
     layer = linear(1.0)
-    ema, average = ema_of(layer), flat(layer.parameters())
+    ema = ema_of(layer)
+    average = flat(layer.parameters())
     with torch.no_grad():
         for p in layer.parameters():
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.ndim)))
-    trained, storage = flat(layer.parameters()), layer.weight.data_ptr()
+    trained = flat(layer.parameters())
+    storage = layer.weight.data_ptr()
     for error in (None, KeyError, None):
         with pytest.raises(error) if error else nullcontext(), ema.applied():
             assert torch.equal(flat(layer.parameters()), average)

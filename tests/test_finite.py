@@ -15,8 +15,10 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.settings.table import default_config
 from flow_grpo.weights import finite, fsdp_utils
 
-NAN, INF = math.nan, math.inf
-WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
+NAN = math.nan
+INF = math.inf
+WINDOW = "shapes_qwenimage"
+BRANCHES = "shapes_qwenimage_pr"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -32,7 +34,8 @@ def test_the_first_tensor_that_is_not_finite_is_named(dtype):
 
 def test_weights_that_are_spoilt_are_neither_saved_nor_exported(shallow, tmp_path, monkeypatch):
     """By the last update of the second epoch, which no loss sees any more."""
-    plain, calls = torch.optim.AdamW.step, []
+    plain = torch.optim.AdamW.step
+    calls = []
 
     def step(self, *arguments):
         plain(self, *arguments)
@@ -78,7 +81,8 @@ OF_ALL = fsdp_utils, "clip_grad_norm", 2, "gradient norm is nan"
 def test_what_is_not_finite_moves_no_weight_and_spoils_no_checkpoint(name, spoilt, shallow, tmp_path, monkeypatch):
     """A loss, or the gradient of a finite one."""
     owner, function, good_calls, says = spoilt
-    plain, calls = getattr(owner, function), itertools.count()
+    plain = getattr(owner, function)
+    calls = itertools.count()
     monkeypatch.setattr(owner, function, lambda *args: plain(*args) * (1.0 if next(calls) < good_calls else NAN))
     with pytest.raises(FloatingPointError, match=f"{says} in update 3") as error:
         train(name, tmp_path / "runs", eval_freq=0, save_freq=1, **shallow)

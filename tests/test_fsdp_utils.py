@@ -19,7 +19,8 @@ from flow_grpo.kernels import compilation
 from flow_grpo.weights import fsdp_utils, offload, safetensors_reader
 from flow_grpo.weights.fsdp_utils import DTensor
 
-CPU, STEPS = torch.device("cpu"), range(2)
+CPU = torch.device("cpu")
+STEPS = range(2)
 LAYOUTS = {
     "replicate": ("replicate", 2),
     "shard": ("shard", 2),
@@ -64,7 +65,8 @@ def check_units(weights, mesh):
 def gradients_of_two_forwards(weights, mesh):
     """Of a loss with two forwards, as guidance has them: the gradients, and how many weights have one when the backward
     of the first forward begins, and at the end."""
-    transformer, counts = build(weights, mesh, lora=False), []
+    transformer = build(weights, mesh, lora=False)
+    counts = []
     sharded = list(transformer.parameters())  # a module has others while it computes
 
     def count(_=None):
@@ -129,7 +131,8 @@ def ranks(folder):
 @pytest.mark.parametrize("layout", [*LAYOUTS, "offload"])
 def test_every_layout_learns_what_one_rank_learns(folder, ranks, layout, lora):
     before = fsdp_utils.full_state_dict(build(folder / "base", lora=lora))
-    one, two = trained(folder / "base", None, lora), ranks[0][layout, lora]
+    one = trained(folder / "base", None, lora)
+    two = ranks[0][layout, lora]
     assert min(one["norms"]) > MAX_NORM, "the clipping must bite"
     assert all((one["weights"][name] - before[name]).abs().max() > 1e-3 for name in before if "to_q" in name)
     torch.testing.assert_close(two["norms"], one["norms"], atol=0, rtol=1e-4)

@@ -119,7 +119,8 @@ def test_a_model_that_is_not_whole_is_refused_by_its_file_and_a_copy_of_links_is
     look(copy_of(tmp_path / "whole"))
     rows = []
     for name, change, *words in REFUSED:
-        change(folder := copy_of(tmp_path / name))
+        folder = copy_of(tmp_path / name)
+        change(folder)
         rows.append((name, lambda folder=folder: look(folder), words))
     assert_refused(rows)
 

@@ -76,7 +76,9 @@ def test_a_blocks_twelve_linear_layers_are_adapted():
 def test_merged_is_the_policy_but_for_rounding_and_leaves_every_bit_as_it_was(fp8, bound, base):
     transformer = pipeline_with(lora()).transformer
     move(fsdp_utils.trainable_parameters(transformer).values())
-    before, weights, trained = velocity(transformer), copy.deepcopy(transformer.state_dict()), flags(transformer)
+    before = velocity(transformer)
+    weights = copy.deepcopy(transformer.state_dict())
+    trained = flags(transformer)
     inside = policies.MergedWeights(transformer, fp8).applied
     for _ in range(2):
         with inside():
@@ -92,7 +94,8 @@ def test_the_reference_is_the_first_policy_and_the_present_one_returns_after_an_
     transformer = pipeline_with(lora(rank)).transformer
     reference = policies.Reference(transformer).applied
     move(fsdp_utils.trainable_parameters(transformer).values())
-    present, trained = velocity(transformer), flags(transformer)
+    present = velocity(transformer)
+    trained = flags(transformer)
     assert not torch.equal(present, base)
     for error in (None, KeyboardInterrupt, None):
         with pytest.raises(error) if error else nullcontext(), reference():
@@ -119,7 +122,8 @@ def test_a_moving_reference_is_the_policy_of_the_last_interval_and_guided_only_a
 
 
 def test_an_adapters_first_weights_follow_from_seed_and_name():
-    init, shape = policies.adapter_init(lora(), seed=0), torch.Size((4, 32))
+    init = policies.adapter_init(lora(), seed=0)
+    shape = torch.Size((4, 32))
     a, b = (f"transformer_blocks.0.attn.to_q.lora_{part}.default.weight" for part in "AB")
     first = init(a, shape)
     init("something else", shape)
@@ -158,7 +162,8 @@ def with_more(layer, width, height, rank=4):
     return lambda tensors, header: (tensors | more, header)
 
 
-A, B = "0.attn.to_q.lora_A.weight", "0.attn.to_q.lora_B.weight"
+A = "0.attn.to_q.lora_A.weight"
+B = "0.attn.to_q.lora_B.weight"
 RIGHT = dict(
     saved=with_header(),
     dropout=with_header(lora_dropout=0.5),
@@ -200,7 +205,8 @@ WRONG = dict(
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     """(tensors, header) of an adapter."""
-    folder, pipeline = tmp_path_factory.mktemp("lora"), pipeline_with(lora())
+    folder = tmp_path_factory.mktemp("lora")
+    pipeline = pipeline_with(lora())
     move(fsdp_utils.trainable_parameters(pipeline.transformer).values())
     exports.save_lora(pipeline, folder)
     with safe_open(folder / lora_files.FILE, "pt") as file:
@@ -298,6 +304,10 @@ def test_a_lora_may_be_a_file_or_the_only_one_of_a_folder_by_any_name(stored, tm
         assert policies_to_compare.find_candidate(str(path), table.default_config(), "best").weights == "LoRA"
 
 
+def found_by_evaluate(path):
+    return policies_to_compare.find_candidate(str(path), table.default_config(), "best")
+
+
 def test_what_is_no_lora_that_can_be_read_is_one_sentence_with_what_is_there(stored, tmp_path):
     def folder(name, change=lambda folder: None, **settings):
         made = written_by_peft(tmp_path / name, stored, **settings)
@@ -324,8 +334,8 @@ def test_what_is_no_lora_that_can_be_read_is_one_sentence_with_what_is_there(sto
     assert_refused(
         [(name, lambda path=path: lora_files.check_adapter(path), words) for name, (path, *words) in rows.items()]
     )
-    find = lambda: policies_to_compare.find_candidate(str(rows["above"][0]), table.default_config(), "best")  # noqa: E731
-    assert_refused([("by evaluate", find, [rows["above"][1]])])
+    above, words = rows["above"]
+    assert_refused([("by evaluate", lambda: found_by_evaluate(above), [words])])
 
 
 def test_a_folder_that_nobody_may_look_into_is_one_sentence(tmp_path):
@@ -333,8 +343,9 @@ def test_a_folder_that_nobody_may_look_into_is_one_sentence(tmp_path):
     closed.mkdir(mode=0)
     if os.access(closed, os.X_OK):
         pytest.skip("root may look into every folder")
-    find = lambda: policies_to_compare.find_candidate(str(closed), table.default_config(), "best")  # noqa: E731
-    assert_refused([("find", lambda: lora_files.find_file(closed), [closed]), ("evaluate", find, [closed])])
+    rows = [("find", lambda: lora_files.find_file(closed), [closed])]
+    rows.append(("evaluate", lambda: found_by_evaluate(closed), [closed]))
+    assert_refused(rows)
 
 
 def test_a_lora_file_that_is_damaged_or_of_another_rank_or_alpha_is_refused(stored, tmp_path):

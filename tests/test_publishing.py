@@ -37,7 +37,8 @@ def copy(run, tmp_path):
 
 
 def velocity(model):
-    condition, generator = model.encode(as_prompts(["a red circle"])), torch.Generator().manual_seed(0)
+    condition = model.encode(as_prompts(["a red circle"]))
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         noise = model.noise(Size(64, 64), [generator])
         return model.velocity(noise, torch.tensor([500.0]), condition, 1.0, Size(64, 64))
@@ -49,7 +50,8 @@ def test_diffusers_loads_what_was_trained_by_the_code_of_the_card(recorded, tmp_
         folder = shutil.copytree(recorded(kind).folder, tmp_path / kind)
         model_card.write_cards(folder, str(folder))
         (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
-        exec(code, names := {})
+        names = {}
+        exec(code, names)
         assert (velocity(MODELS["qwenimage"](names["pipeline"], torch.device("cpu"))) - base).abs().max() > 1e-3
 
 
