@@ -49,7 +49,7 @@ def whole(run):
 
 def same(a, b):
     assert a.keys() == b.keys()
-    return all(torch.equal(a[name], b[name]) for name in a)
+    return all(map(torch.equal, a.values(), map(b.get, a)))
 
 
 def pipeline_of(transformer):
@@ -110,16 +110,17 @@ def replicated(folder, rank):
     train(*run[:2], range(2), run[2])
     checkpoint = save(folder / "replicated", run, 1)
     written = whole(run)
-    layouts = [None, fsdp_utils.make_mesh("shard", torch.device("cpu"))]
-    others = [start(folder / "base", mesh) for mesh in layouts]
-    for other in others:
+    of_one = []
+    for mesh in (None, fsdp_utils.make_mesh("shard", torch.device("cpu"))):
+        other = start(folder / "base", mesh)
         restore(folder / "one" / "epoch_000001", other)
-    return {"checkpoint": str(checkpoint), "written": written, "of one": [whole(other) for other in others]}
+        of_one.append(whole(other))
+    return {"checkpoint": str(checkpoint), "written": written, "of one": of_one}
 
 
 def main(folder):
     rank = distributed.init_distributed().rank
-    seen = {lora: two_ranks(folder, lora) for lora in (True, False)}
+    seen = {True: two_ranks(folder, True), False: two_ranks(folder, False)}
     seen["full disk"] = full_disk_on_rank_1(folder, rank)
     seen["replicated"] = replicated(folder, rank)
     done(folder, seen)
@@ -161,7 +162,9 @@ def test_two_ranks_with_the_same_weights_write_half_each_and_read_ones_checkpoin
     one = start(folder / "base")
     of_two = start(folder / "base")
     restore(folder / "one" / "epoch_000001", one)
-    assert all(same(read, whole(one)) for rank in ranks for read in rank["replicated"]["of one"])
+    for rank in ranks:
+        for read in rank["replicated"]["of one"]:
+            assert same(read, whole(one))
     state = Path(ranks[0]["replicated"]["checkpoint"], "state")
     sizes = {path.name: path.stat().st_size for path in state.iterdir()}
     assert sorted(sizes) == ["rank_0000_0000.safetensors", "rank_0001_0000.safetensors"]
@@ -179,8 +182,9 @@ def test_rows_that_are_missing_are_noticed_without_checksums(ranks, tmp_path):
 
 
 def test_one_rank_with_a_full_disk_stops_both_and_costs_nothing(folder, ranks):
-    assert all("too large" in rank["full disk"] for rank in ranks)
-    assert [path.name for path in (folder / "full").iterdir()] == ["epoch_000001"]
+    for rank in ranks:
+        assert "too large" in rank["full disk"]
+    assert names(folder / "full") == ["epoch_000001"]
 
 
 def compare(tmp_path, stored, config):
@@ -290,6 +294,10 @@ def test_a_state_of_many_files_is_the_same_and_no_pickle_beside_them_is_read(tmp
     read = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
     checkpoints.load(checkpoint, read)
     assert same(read, TENSORS)
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def names(folder):
@@ -403,11 +411,10 @@ def test_the_adapter_that_two_ranks_exported_is_byte_for_byte_that_of_one(folder
     run = start(folder / "base")
     for name, p in fsdp_utils.trainable_parameters(run[0]).items():
         p.data.copy_(ranks[0][True]["unbroken"][f"model/{name}"])
-    places = [folder / "export", *(folder / f"again_{number}" for number in range(8))]
-    for place in places[1:]:
-        exports.save_lora(pipeline_of(run[0]), place)
-    files = {(place / "pytorch_lora_weights.safetensors").read_bytes() for place in places}
-    assert len(files) == 1
+    expected = (folder / "export" / "pytorch_lora_weights.safetensors").read_bytes()
+    for number in range(8):
+        exports.save_lora(pipeline_of(run[0]), folder / f"again_{number}")
+        assert (folder / f"again_{number}" / "pytorch_lora_weights.safetensors").read_bytes() == expected
 
 
 def test_diffusers_loads_exported_full_weights(folder, ranks, tmp_path):
@@ -425,11 +432,11 @@ def test_diffusers_loads_exported_full_weights(folder, ranks, tmp_path):
 def test_full_weights_that_a_disk_refuses_leave_those_of_before(folder, tmp_path):
     run = start(folder / "base", lora=False)
     exports.save_transformer(run[0], tmp_path / "transformer")
-    before = {file.name: file.read_bytes() for file in (tmp_path / "transformer").iterdir()}
+    before = contents(tmp_path / "transformer")
     with no_file_above(20_000), pytest.raises(Exception, match=r"os error 27|File too large"):
         exports.save_transformer(run[0], tmp_path / "transformer")
-    assert {file.name: file.read_bytes() for file in (tmp_path / "transformer").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["transformer"]
+    assert contents(tmp_path / "transformer") == before
+    assert names(tmp_path) == ["transformer"]
 
 
 if __name__ == "__main__":

@@ -209,7 +209,8 @@ def test_a_wandb_that_could_not_send_a_run_is_refused(tmp_path):
     done = warm.run([tmp_path / "logs_in.py", *(words for words, _ in rows)], env)
     assert done.returncode == 0, done.stderr
     for (row, expected), answer in zip(rows, done.stdout.splitlines(), strict=True):
-        assert [word for word in expected if word not in answer] == [], row
+        for word in expected:
+            assert word in answer, row
 
 
 def test_a_wandb_that_sends_nothing_although_it_has_a_key_says_so(tmp_path, monkeypatch):
@@ -269,8 +270,11 @@ def test_tensorboard_holds_what_was_logged_without_an_abandoned_future(tmp_path)
     resumed.log("update", {"loss": 4.0}, epoch=1, step=2)
     resumed.finish()
     stored = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in stored.Scalars("train/loss")] == [(1, 0.125), (2, 4.0)]
-    assert [(event.step, event.value) for event in stored.Scalars("eval/shapes")] == [(1, 0.25)]
+    first, second = stored.Scalars("train/loss")
+    assert (first.step, first.value) == (1, 0.125)
+    assert (second.step, second.value) == (2, 4.0)
+    (evaluation,) = stored.Scalars("eval/shapes")
+    assert (evaluation.step, evaluation.value) == (1, 0.25)
     assert not (tmp_path / "wandb").exists()
     first = EventAccumulator(str(min((tmp_path / "tensorboard").iterdir()))).Reload()
     text = first.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
@@ -287,7 +291,8 @@ def test_a_sheet_shows_images_enlarged_or_shrunk_which_wandb_has_whole(tmp_path,
     sheet = plots.evaluations(tmp_path)[10]
     assert Image.open(sheet).size == (14 + 4 * (128 + 14), 14 + 2 * (128 + 4 + 2 * 15 + 14))
     pictures, captions, rewards = zip(*plots.panel_pictures(sheet))
-    assert (set(captions), rewards) == ({"a red circle"}, tuple(f"{i}.000" for i in range(6)))
+    assert set(captions) == {"a red circle"}
+    assert rewards == ("0.000", "1.000", "2.000", "3.000", "4.000", "5.000")
     assert np.array_equal([np.asarray(picture)[1::2, ::2] for picture in pictures], to_uint8(random_images(6)))
     board.log_images(random_images(1, 512), ["after"], epoch=3, step=6, name="masks")
     assert {path.name for path in (tmp_path / "images").glob("masks*")} == {"masks_000003.json", "masks_000003.png"}

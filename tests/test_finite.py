@@ -1,5 +1,6 @@
 """Nothing that is not finite is saved, exported or scored, and what a message says of a run is so."""
 
+import copy
 import itertools
 import math
 
@@ -24,7 +25,8 @@ BRANCHES = "shapes_qwenimage_pr"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_first_tensor_that_is_not_finite_is_named(dtype):
     def problem(*rows):
-        return finite.problem_of_tensors({name: torch.tensor(row, dtype=dtype) for name, row in zip("abcd", rows)})
+        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+        return finite.problem_of_tensors(dict(zip("abcd", tensors)))
 
     assert problem() == problem([1.0, 3e38], [], 3.0) == ""
     assert problem([1.0], [0.0, NAN], [-INF], 3.0) == "2 of 4 tensors hold NaN or infinities, b the first"
@@ -48,8 +50,9 @@ def test_weights_that_are_spoilt_are_neither_saved_nor_exported(shallow, tmp_pat
     says = rf"after update 4 nothing is saved \(the last checkpoint is {first}\): 2 of \d+ tensors hold NaN"
     with pytest.raises(FloatingPointError, match=says):
         train("shapes_qwenimage", tmp_path, eval_freq=0, save_freq=1, **shallow)
-    assert [path.name for path in first.parent.iterdir()] == [first.name]
-    assert all(weight.isfinite().all() for weight in load_file(first / "pytorch_lora_weights.safetensors").values())
+    assert list(first.parent.iterdir()) == [first]
+    for weight in load_file(first / "pytorch_lora_weights.safetensors").values():
+        assert weight.isfinite().all()
     assert not list(first.parents[1].glob("*.safetensors"))
 
 
@@ -68,9 +71,9 @@ def test_an_image_that_is_not_finite_is_not_scored(share):
 
 def test_a_sign_of_health_that_is_no_number_is_beyond_its_limit(monkeypatch):
     limits = default_config().health
-    for value, alarms in ((NAN, ["reward_drop"]), (limits.reward_drop, []), (INF, ["reward_drop"])):
+    for value, is_beyond in ((NAN, True), (limits.reward_drop, False), (INF, True)):
         monkeypatch.setattr(health, "SIGNS", {"reward_drop": lambda epochs, value=value: health.Sign(value, "it fell")})
-        assert [alarm.name for alarm in health.judge([health.Epoch(0)], limits).alarms] == alarms
+        assert bool(health.judge([health.Epoch(0)], limits).alarms) == is_beyond
 
 
 OF_A_ROW = run_rewards, "combined_advantages", 1, r"loss is nan for image \d+ \('a.*'\), trained step \d,"
@@ -92,6 +95,6 @@ def test_what_is_not_finite_moves_no_weight_and_spoils_no_checkpoint(name, spoil
     checkpoint = checkpoints.find_newest(run.folder / "checkpoints")
     assert str(error.value).endswith(f"was not made; it has moved no weight; the last checkpoint is {checkpoint}")
     state = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
-    after = {key: tensor.clone() for key, tensor in state.items()}
+    after = copy.deepcopy(state)
     assert checkpoints.load(checkpoint, state) == checkpoints.Progress(1, 2, reference_moves=0)
     torch.testing.assert_close(after, state, rtol=0, atol=0)

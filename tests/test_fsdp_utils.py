@@ -12,6 +12,7 @@ from refused import assert_refused
 from rounding import rounding
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.utils import parameters_to_vector
 from two_ranks import MAX_NORM, TINY, UNITS, adapter_weights, base, build, done, launch, optimizer_of, train, velocity
 
 from flow_grpo.base import distributed
@@ -43,21 +44,28 @@ def trained_with_offload(weights, mesh):
         offload.reload_optimizer_state(optimizer)  # at first there is nothing to undo
         train(transformer, optimizer, range(step, step + 1))
         offload.offload_optimizer_state(optimizer)
-        assert not any(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
+        for state in optimizer.state.values():
+            assert not isinstance(state["exp_avg"], DTensor)
     return fsdp_utils.full_state_dict(transformer)
 
 
 def loaded(weights, mesh, precision, lora):
     transformer = build(weights, mesh, lora=lora, precision=precision)
-    held = {name: p.to_local().numel() for name, p in transformer.named_parameters() if isinstance(p, DTensor)}
+    held = {}
+    for name, parameter in transformer.named_parameters():
+        if isinstance(parameter, DTensor):
+            held[name] = parameter.to_local().numel()
     return {"held": held, "weights": fsdp_utils.full_state_dict(transformer, trainable_only=False)}
 
 
 def check_units(weights, mesh):
     """Each will be compiled, and each but the first one walked back to is fetched ahead."""
     transformer = build(weights, mesh, lora=False)
-    states = [fully_shard.state(m) for m in vars(transformer)["network"].modules() if isinstance(m, FSDPModule)]
-    assert sorted(len(state._states_to_backward_prefetch) for state in states) == [0, *[1] * TINY["num_layers"]]
+    num_fetched = []
+    for module in vars(transformer)["network"].modules():
+        if isinstance(module, FSDPModule):
+            num_fetched.append(len(fully_shard.state(module)._states_to_backward_prefetch))
+    assert sorted(num_fetched) == [0, *[1] * TINY["num_layers"]]
     compilation.compile_units(transformer, UNITS)
     assert sum("forward" in vars(module) for module in transformer.modules()) == TINY["num_layers"]
 
@@ -72,12 +80,16 @@ def gradients_of_two_forwards(weights, mesh):
     def count(_=None):
         counts.append(sum(p.grad is not None for p in sharded))
 
-    first, second = (velocity(transformer, torch.full((2, 24, 64), x)) for x in (0.0, 1.0))
+    first = velocity(transformer, torch.zeros(2, 24, 64))
+    second = velocity(transformer, torch.ones(2, 24, 64))
     first.register_hook(count)
     first += 1  # a script may write into what it gets
     (first - second).square().mean().backward()
     count()
-    whole = {n: fsdp_utils.full_tensor(p.grad) for n, p in transformer.named_parameters() if p.grad is not None}
+    whole = {}
+    for name, parameter in transformer.named_parameters():
+        if parameter.grad is not None:
+            whole[name] = fsdp_utils.full_tensor(parameter.grad)
     return {"counts": counts, "gradients": whole}
 
 
@@ -104,11 +116,16 @@ def main(folder):
     rank, world_size, device = distributed.init_distributed()
     assert (world_size, device) == (2, CPU)
     meshes = {name: mesh_of(mode, device, size) for name, (mode, size) in LAYOUTS.items()}
-    seen = {(n, lora): trained(folder / "base", m, lora) for n, m in meshes.items() for lora in (True, False)}
-    seen |= {("offload", lora): trained(folder / "base", meshes["shard"], lora, offload=True) for lora in (True, False)}
+    seen = {"offload": {}, "loaded": {}}
+    for lora in (True, False):
+        for name, mesh in meshes.items():
+            seen[name, lora] = trained(folder / "base", mesh, lora)
+        seen["offload", lora] = trained(folder / "base", meshes["shard"], lora, offload=True)
     seen["two forwards"] = gradients_of_two_forwards(folder / "base", meshes["shard"])
-    seen["offload"] = {n: trained_with_offload(folder / "base", meshes[n]) for n in ("replicate", "shard")}
-    seen["loaded"] = {p: loaded(folder / "split", meshes["shard"], p, True) for p in ("fp32", "bf16")}
+    for name in ("replicate", "shard"):
+        seen["offload"][name] = trained_with_offload(folder / "base", meshes[name])
+    for precision in ("fp32", "bf16"):
+        seen["loaded"][precision] = loaded(folder / "split", meshes["shard"], precision, True)
     check_units(folder / "base", meshes["shard"])
     check_ranks_agree(rank)
     done(folder, seen)
@@ -134,7 +151,9 @@ def test_every_layout_learns_what_one_rank_learns(folder, ranks, layout, lora):
     one = trained(folder / "base", None, lora)
     two = ranks[0][layout, lora]
     assert min(one["norms"]) > MAX_NORM, "the clipping must bite"
-    assert all((one["weights"][name] - before[name]).abs().max() > 1e-3 for name in before if "to_q" in name)
+    for name, weight in before.items():
+        if "to_q" in name:
+            assert (one["weights"][name] - weight).abs().max() > 1e-3, name
     torch.testing.assert_close(two["norms"], one["norms"], atol=0, rtol=1e-4)
     torch.testing.assert_close(two["weights"], one["weights"], atol=1e-5, rtol=0)  # 3e-7 a step: optimizer_of
     assert ranks[1][layout, lora]["norms"] == two["norms"]
@@ -156,12 +175,12 @@ def test_offloaded_moments_come_back_bit_for_bit(ranks, layout):
 def test_the_norm_is_that_of_all_gradients_in_a_row(folder):
     transformer = build(folder / "base", lora=False)
     velocity(transformer, torch.ones(2, 24, 64)).square().sum().backward()
-    parameters = [p for p in transformer.parameters() if p.grad is not None]
-    expected = torch.cat([p.grad.flatten() for p in parameters]).double().norm()
-    found = fsdp_utils.clip_grad_norm(parameters, 0.5)
-    close = dict(rtol=rounding(max(p.numel() for p in parameters)), atol=0)
-    torch.testing.assert_close(found.double(), expected, **close)
-    clipped = torch.cat([p.grad.flatten() for p in parameters]).double().norm()
+    gradients = [parameter.grad for parameter in transformer.parameters() if parameter.grad is not None]
+    expected = parameters_to_vector(gradients).double().norm()
+    norm = fsdp_utils.clip_grad_norm(transformer.parameters(), 0.5)
+    close = dict(rtol=rounding(max(map(torch.numel, gradients))), atol=0)
+    torch.testing.assert_close(norm.double(), expected, **close)
+    clipped = parameters_to_vector(gradients).double().norm()
     torch.testing.assert_close(clipped, torch.tensor(0.5).double(), **close)
     with pytest.raises(ValueError, match="no trained weight has a gradient"):
         fsdp_utils.clip_grad_norm([torch.nn.Parameter(torch.ones(2))], 1.0)

@@ -59,7 +59,8 @@ def test_what_a_run_leaves_can_be_read_by_whom_the_umask_lets_and_its_page_has_i
     like = (run / "config.json").stat().st_mode
     exported = [file for file in run.rglob("*.safetensors") if "state" not in file.parts]
     assert {file.parent.name for file in exported} >= {run.name, "best"}
-    assert [file.name for file in exported if file.stat().st_mode != like] == []
+    for file in exported:
+        assert file.stat().st_mode == like, file
     assert "weight_norm" in (run / "report.html").read_text()
     assert len({line["weight_norm"] for line in lines_of(run, "epoch")}) == 3
 
@@ -88,12 +89,13 @@ def test_the_card_says_what_was_trained_and_how_good_it_is(run):
     assert card.data.library_name == "diffusers"
     assert {"lora", "flow-grpo-grpo"} <= set(card.data.tags)
     tests = lines_of(run, "test")
-    row = next(line for line in card.text.splitlines() if line.startswith("| redness |"))
-    last = [line for line in tests if "test/redness" in line][-1]
-    before, after = (with_error(x["test/redness"], x["test/std_error"]) for x in (tests[0], last))
-    assert row == f"| redness | {before} | {after} |"
-    best = next(x for x in (run / "best/README.md").read_text().splitlines() if x.startswith("| redness |"))
-    assert best.endswith(f"| {with_error(tests[-1]['test_best/redness'], tests[-1]['test_best/std_error'])} |")
+    # The last line is the test of the best weights.
+    *_, last, of_best = tests
+    before = with_error(tests[0]["test/redness"], tests[0]["test/std_error"])
+    after = with_error(last["test/redness"], last["test/std_error"])
+    after_best = with_error(of_best["test_best/redness"], of_best["test_best/std_error"])
+    assert f"| redness | {before} | {after} |\n" in card.text
+    assert f"| redness | {before} | {after_best} |\n" in (run / "best/README.md").read_text()
     for words in (
         "rewards and weights | redness 1.0",
         "| seed | 42 |",
@@ -140,9 +142,10 @@ def test_what_a_machine_knows_is_not_on_the_card(copy):
     (copy / folders.PARENT).write_text(json.dumps(dict(folder="/home/me/runs/old", epoch=2, changed=changed)))
     model_card.write_cards(copy)
     text = (copy / "README.md").read_text()
-    assert [word for word in ("/home", "10.0.0.7", "secret-word", "`custom.n`") if word in text] == []
-    rows = "| prompts | prompts |", "| `num_epochs` | 5 |", "| `lora.targets` | ['a \\| b'] |"
-    assert [row for row in rows if row not in text] == []
+    for word in ("/home", "10.0.0.7", "secret-word", "`custom.n`"):
+        assert word not in text
+    for row in ("| prompts | prompts |", "| `num_epochs` | 5 |", "| `lora.targets` | ['a \\| b'] |"):
+        assert row in text
     assert "| branch | the first 2 epochs are those of old |" in text
 
 
@@ -157,8 +160,11 @@ def test_a_card_shows_the_letters_of_a_foreign_run_and_none_of_them_as_markup(te
     config["lora"]["targets"] = [text]
     config |= dict(model=text, dataset=f"/x/{text}", method=text, algorithm=text)
     (folder / "config.json").write_text(json.dumps(config))
-    lines = [line | {f"test/{text.replace('/', '_')}": 0.5} for line in lines_of(folder)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    metrics = ""
+    for line in lines_of(folder):
+        line[f"test/{text.replace('/', '_')}"] = 0.5
+        metrics += json.dumps(line) + "\n"
+    (folder / "metrics.jsonl").write_text(metrics)
     start = dict(commit=text, versions={text: text}, gpus=[text], ranks=1)
     (folder / "run.json").write_text(json.dumps({"starts": [start]}))
     assert model_card.write_cards(folder) == []
@@ -166,11 +172,11 @@ def test_a_card_shows_the_letters_of_a_foreign_run_and_none_of_them_as_markup(te
     assert card.data.base_model is None
     assert any(tag.startswith("flow-grpo-") and "\n" not in tag for tag in card.data.tags)
     prose = re.sub(r"```python\n.*?\n```", "", card.text, flags=re.DOTALL)
-    links = ["](samples.png)", "](reward.png)"]
-    assert [link for link in re.findall(r"(?<!\\)\][(\[][^)]*\)?", prose) if link not in links] == []
+    assert set(re.findall(r"(?<!\\)\][(\[][^)]*\)?", prose)) <= {"](samples.png)", "](reward.png)"}
     assert not re.search(r"<|(?<![\\\w])[*~$]|(?<!\\)\b_|^# Head|^---$", prose, re.MULTILINE)
-    columns = [len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in prose.splitlines() if line.startswith("|")]
-    assert {*columns} <= {3, 4}
+    for line in prose.splitlines():
+        if line.startswith("|"):
+            assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) in (3, 4), "lines between two or three columns"
     headings = ["Load it", "Training", "Licence"]
     assert re.findall(r"^## (.*)", card.text, re.MULTILINE) == headings
 
@@ -230,11 +236,13 @@ def test_an_upload_makes_the_repository_and_commits_every_file_once(run, monkeyp
     def answer(handler, body, number):
         said = dict(url=f"http://{handler.headers['host']}/me/red")
         if "/preupload/" in handler.path:
-            paths = [file["path"] for file in json.loads(body)["files"]]
-            said = {"files": [dict(path=path, uploadMode="regular", shouldIgnore=False) for path in paths]}
+            said = {"files": []}
+            for file in json.loads(body)["files"]:
+                said["files"].append(dict(path=file["path"], uploadMode="regular", shouldIgnore=False))
         elif "/commit/" in handler.path:
-            lines = [json.loads(line) for line in body.splitlines()]
-            committed.update({line["value"]["path"]: line["value"] for line in lines if line["key"] == "file"})
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    committed[line["value"]["path"]] = line["value"]
             said = dict(success=True, commitOid="a" * 40, commitUrl=f"{said['url']}/commit/a")
         send(handler, said)
 
@@ -242,7 +250,8 @@ def test_an_upload_makes_the_repository_and_commits_every_file_once(run, monkeyp
         push(run, "--weights=last", hub=HfApi(endpoint=address, token="hf_test"))
     assert asked[0] == "/api/repos/create"
     assert {"README.md", LORA} < set(committed)
-    assert not [name for name in committed if name.startswith(("checkpoints", "images", "config", "metrics", "wandb"))]
+    for name in committed:
+        assert not name.startswith(("checkpoints", "images", "config", "metrics", "wandb"))
 
 
 def not_finite(path):

@@ -173,7 +173,8 @@ def test_tables_say_settings_and_alarms(page):
     assert labels[:4] == ["first", "second<b>"] * 2, "pictures of a prompt side by side"
     assert ["setting", "default", "first", "second<b>"] in page.rows
     assert ["train.learning_rate", "0.0003", "0.01", "0.02"] in page.rows
-    assert not [row for row in page.rows if row[0] in ("seed", "output_dir", "train.beta")]
+    for row in page.rows:
+        assert row[0] not in ("seed", "output_dir", "train.beta")
     sentence, other = page.texts("li")
     assert other.startswith("second<b>, epochs 9 to 10: ")
     assert sentence.startswith("first, epochs 9 to 10: ")
@@ -262,12 +263,20 @@ def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds_and_curve
         (folder / "metrics.jsonl").write_text(text.replace('"eval/avg": 0.8', f'"eval/avg": 0.{seed}'))
     report.main([*map(str, (tmp_path / "seed1", tmp_path / "seed2", runs[1])), "--out", str(tmp_path / "all.html")])
     rows = Page(tmp_path / "all.html").rows
-    assert [row[4:6] for row in rows if row[0] == "mean of seed1, seed2"] == [["0 ± 0", "0.15 ± 0.05"]]
+    assert rows[4][:6] == ["mean of seed1, seed2", "", "", "shapes", "0 ± 0", "0.15 ± 0.05"]
     report.main([str(runs[0]), "--out", str(tmp_path / "reward.pdf")])
     assert (tmp_path / "reward.pdf").read_bytes().startswith(b"%PDF")
     for out in ([], ["--out", str(tmp_path / "reward.svg")]):
         with pytest.raises(UserError, match="several runs need a page, such as --out"):
             report.main([*map(str, runs), *out])
+
+
+def test_of_equal_evaluations_the_first_one_is_the_best_as_in_best(runs, tmp_path):
+    folder = shutil.copytree(runs[0], tmp_path / "run")
+    metrics = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(metrics.replace('"eval/avg": 0.4', '"eval/avg": 0.8'))
+    run = run_history.read_run(folder, "run")
+    assert "0.8 (after 4 epochs)" in run_history.summary([run]).rows[0]
 
 
 def test_a_token_is_no_setting_to_be_shown_and_what_is_no_run_is_refused(runs, tmp_path):
