@@ -21,7 +21,7 @@ from flow_grpo.command_line import checks, help_text, launcher, terminal
 from flow_grpo.command_line.overrides import config_of, split
 
 LONGEST = 2000  # characters of a sentence
-TURN_S = 5.0  # for which a machine's first rank has the word; when it ends, torchrun ends the others
+TURN_S = 5.0  # other ranks wait this long before they print; when a machine's first one ends, torchrun ends them
 ANOTHER_RANK = "another rank has ended; what it said is above or below"
 
 

@@ -1,4 +1,4 @@
-"""A run: everything that lives as long as it."""
+"""State of one training run."""
 
 import math
 import time
@@ -119,8 +119,13 @@ class Run:
     def log_images(
         self, name: str, images: Tensor, captions: list[str], rewards: Iterable[float] | None = None
     ) -> None:
-        """Show the main rank's images [N, 3, H, W] in [0, 1] under a name of your own, in the run's folder images/ and
-        its trackers. The report shows those of evaluations alone."""
+        """Show N images of the main rank, with a caption and, if given, a reward for each: as one picture,
+        images/NAME_EPOCH.png in the run's folder, and in its trackers. The main rank's images alone are shown, and the
+        report shows only those of evaluations, whose name is "eval".
+
+        Args:
+            images: [N, 3, H, W] in [0, 1].
+        """
         self.board.log_images(images, captions, rewards, epoch=self.epoch, step=self.step, name=name)
 
     def embed(self, prompts: list[Prompt]) -> Condition:

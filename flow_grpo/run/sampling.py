@@ -45,8 +45,8 @@ class EqualForwards:
 
 
 def batches(run: Run, epoch: int, scouts_per_image: int = 0) -> Iterator[Batch]:
-    """This rank's batches of an epoch, under a progress bar: of its images, or of so many scouts in the place of each,
-    in batches of the same groups."""
+    """This rank's batches of an epoch, under a progress bar: of images, or of so many scouts for each image, in batches
+    of the same groups."""
     plan = run.plan
     if scouts_per_image:
         sizes = dict(batch_size=scouts_per_image * plan.batch_size, group_size=scouts_per_image * plan.group_size)

@@ -1,4 +1,4 @@
-"""Names and values of older configs: what is said to who types one, and what one means in a stored config.
+"""Messages for renamed settings, and what older names and values mean in a stored config.
 
 A checkpoint whose config has a setting that is none any more is resumed only where that changes no number.
 """
