@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -251,6 +252,21 @@ def test_a_wandb_service_that_dies_is_one_sentence_and_ends_nothing(tmp_path):
     assert "Traceback" not in done.stderr
     assert done.stdout.count("it is told nothing more of this run") == 1
     assert [line["step"] for line in plots.read_metrics(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.skipif(not trackers.is_installed("tensorboard"), reason="tensorboard, of the extra test, is not installed")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of tensorboard's own thread
+def test_a_tensorboard_whose_folder_goes_is_one_sentence_and_ends_nothing(tmp_path, capsys):
+    board = Dashboard(tmp_path, ConfigDict(CONFIG | {"logger": "tensorboard"}), is_main=True)
+    board.log("update", {"loss": 0.5}, epoch=0, step=1)
+    board.trackers[0].writer.flush()
+    shutil.rmtree(tmp_path / "tensorboard")
+    for step in range(2, 60):  # its thread writes later
+        board.log("update", {"loss": 0.5}, epoch=0, step=step)
+    board.finish()
+    assert board.trackers == []
+    assert capsys.readouterr().out.count("it is told nothing more of this run") == 1
+    assert [line["step"] for line in plots.read_metrics(tmp_path)] == [*range(1, 60)]
 
 
 @pytest.mark.skipif(not trackers.is_installed("tensorboard"), reason="tensorboard, of the extra test, is not installed")

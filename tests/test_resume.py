@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import warm
 from PIL import Image
-from recorded import assert_same, go_on
+from recorded import Run, assert_same, go_on
 from refused import assert_refused
 from small import command_of, config_of, few_prompts, flip_a_bit, lines_of, permissions_hold, train
 from two_ranks import done, launch
@@ -130,6 +130,14 @@ def test_a_resumed_run_is_the_unbroken_one(kind, recorded, tmp_path):
     """DiffusionNFT and online DPO with a reference that moves after the checkpoint."""
     unbroken = recorded(kind)
     assert_same(unbroken.folder, go_on(unbroken, tmp_path))
+
+
+def test_a_resumed_run_of_awm_is_the_unbroken_one(shallow, tmp_path):
+    name = "shapes_qwenimage_nft,awm"
+    how = shallow | dict(num_epochs=2, save_freq=1, keep_checkpoints=9, eval_freq=0, train__learning_rate=1e-3)
+    unbroken = Run(train(name, tmp_path / "unbroken", **how), name, how)
+    assert lines_of(unbroken.folder, "update")[-1]["grad_norm"] > 0
+    assert_same(unbroken.folder, go_on(unbroken, tmp_path / "resumed"), epoch=2)
 
 
 def clock(step_s=1800.0):
