@@ -350,7 +350,7 @@ def counted(plain, left):
 
 
 def dies_before(number, write):
-    """Whether a process that runs `write` dies, which it does before its so-manieth step on the disk."""
+    """Let a process run `write` and die before the step on the disk of this number. Returns whether it died."""
     child = os.fork()
     if child == 0:
         left = itertools.count(number, -1)

@@ -1,4 +1,4 @@
-"""What a run logs: real wandb offline, real files, nothing pretended."""
+"""Logs of a run: real wandb offline, real files, nothing pretended."""
 
 import itertools
 import json

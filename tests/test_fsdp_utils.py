@@ -71,8 +71,8 @@ def check_units(weights, mesh):
 
 
 def gradients_of_two_forwards(weights, mesh):
-    """Of a loss with two forwards, as guidance has them: the gradients, and how many weights have one when the backward
-    of the first forward begins, and at the end."""
+    """Gradients of a loss with two forwards, as guidance has them, and how many weights have one when the backward of
+    the first forward begins, and at the end."""
     transformer = build(weights, mesh, lora=False)
     counts = []
     sharded = list(transformer.parameters())  # a module has others while it computes

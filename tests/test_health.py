@@ -132,7 +132,7 @@ def test_a_figure_that_is_not_finite_raises_an_alarm_once_whatever_the_limits(ki
 
 
 def test_an_epoch_is_summed_up_from_its_records():
-    """It has no signal where all groups score alike, or no update has a gradient."""
+    """An epoch has no signal where all groups score alike, or no update has a gradient."""
     line = {"kind": "epoch", "epoch": 3, "reward/avg": 0.4, "reward/zero_std_share": 0.5, "health/action_taken": 1.0}
     evaluation = {"kind": "eval", "epoch": 3, "eval/avg": 0.6, "eval/std_error": 0.02, "eval/other": 0.7}
     epoch = health.summarize([evaluation, dict(kind="update", epoch=3, grad_norm=1.0), line], CONFIG)

@@ -1,4 +1,4 @@
-"""What leaves a run: its LoRA in diffusers, its card, an upload."""
+"""A run is published: its LoRA in diffusers, its card, an upload."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def run(recorded):
 
 @pytest.fixture
 def copy(run, tmp_path):
-    """Of the run's folder, to be changed."""
+    """Copy of the run's folder, to be changed."""
     return shutil.copytree(run, tmp_path / "run")
 
 

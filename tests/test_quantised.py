@@ -26,7 +26,7 @@ def copy_to(target, rows):
 
 
 def numbers_of(transformer):
-    """Those of its quantised layers, whether or not they have adapters."""
+    """Numbers of the quantised layers, whether or not they have adapters."""
     numbers = {}
     for name, layer in quantised_layers(transformer).items():
         for key, tensor in layer.named_buffers():

@@ -20,7 +20,7 @@ from flow_grpo.base.errors import WriteFailed
 from flow_grpo.base.formatting import in_one_line
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.monitoring import progress, provenance, report, trackers
-from flow_grpo.monitoring.plots import Sheet, contact_sheet, evaluations, plot_reward, plot_samples, read_metrics
+from flow_grpo.monitoring.plots import Cell, Sheet, contact_sheet, evaluations, plot_reward, plot_samples, read_metrics
 
 
 @contextmanager
@@ -262,7 +262,7 @@ class Dashboard:
 def write_sheet(sheet: Sheet, file: Path) -> None:
     """Write a contact sheet, and a .json of the same name with caption, reward and box of each picture."""
     file.parent.mkdir(exist_ok=True)
-    cells = [cell._asdict() for cell in sheet.cells]
+    cells = list(map(Cell._asdict, sheet.cells))
     folders.write_text(file.with_suffix(".json"), json.dumps({"cells": cells}))
     with folders.published(file) as scratch:
         sheet.page.save(scratch, "png")

@@ -136,7 +136,10 @@ def is_beyond(value: float, limit: float) -> bool:
 
 def not_finite(epoch: Epoch) -> list[Alarm]:
     """Return an alarm for each figure of an epoch that is NaN or infinite, which no limit would find."""
-    return [Alarm("not_finite", f"{name} is {value}, no finite number") for name, value in epoch.not_finite.items()]
+    alarms = []
+    for name, value in epoch.not_finite.items():
+        alarms.append(Alarm("not_finite", f"{name} is {value}, no finite number"))
+    return alarms
 
 
 def reward_drop(epochs: Sequence[Epoch]) -> Sign | None:

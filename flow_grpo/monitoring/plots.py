@@ -418,4 +418,4 @@ def _svg(figure: Figure) -> str:
 def thinned(values: np.ndarray) -> np.ndarray:
     """Average neighbours, so that at most MOST_POINTS are left."""
     parts = np.array_split(values, min(len(values), MOST_POINTS))
-    return np.array([part.mean() for part in parts])
+    return np.array(list(map(np.mean, parts)))

@@ -112,13 +112,13 @@ def differing_in_seed(runs: Sequence[RunHistory]) -> list[list[RunHistory]]:
 
 def _summary_row(run: RunHistory) -> list[str]:
     epochs = run.lines("epoch")
-    num_alarmed = sum(record.get("health/limits_exceeded", 0) > 0 for record in epochs)
+    alarmed = [record for record in epochs if record.get("health/limits_exceeded", 0) > 0]
     scores = _scores(run)
     cells = list(map(_cell, scores))
     if scores.best:
         cells[Scores._fields.index("best")] += f" (after {scores.best.epoch} epochs)"
     progress = f"{len(epochs)} of {run.config.num_epochs}"
-    return [run.label, progress, tqdm.format_interval(run.seconds()), _score_name(run), *cells, str(num_alarmed)]
+    return [run.label, progress, tqdm.format_interval(run.seconds()), _score_name(run), *cells, str(len(alarmed))]
 
 
 def _cell(score: Score | None) -> str:
