@@ -55,7 +55,7 @@ def _imported(name: str) -> type[FlowModel]:
     try:
         model_class = getattr(importlib.import_module(module), attribute, None)
     except ValueError:
-        pass
+        pass  # an empty name
     except ModuleNotFoundError as error:
         # Another module that the class's own imports lack is an error of that file, which is shown as it is.
         if not module.startswith(error.name):

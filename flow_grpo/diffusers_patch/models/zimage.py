@@ -94,11 +94,12 @@ class ZImage(FlowModel):
         behind the text that is `seen` [B, L], and the image's padding at 0."""
         num_rows, width = seen.shape
         make_grid = self.transformer.create_coordinate_grid
-        # Positions of text are [L, 3], of an image [N, 3], on three axes.
+
+        # Positions [B, L, 3] on three axes.
         text = make_grid((width, 1, 1), (1, 0, 0), seen.device).flatten(0, 2)
         text = text.expand(num_rows, -1, -1)
 
-        # Positions [B, N, 3] on three axes: only the first moves with the length of a row's text.
+        # Positions [B, N, 3] of an image: only the first axis moves with the length of a row's text.
         rows, columns = self.grid(size)
         image = make_grid((1, rows, columns), device=seen.device).flatten(0, 2)
         first_behind = 1 + seen.sum(1)
