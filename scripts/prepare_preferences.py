@@ -19,7 +19,9 @@ Flags of this script:
 import argparse
 import sys
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.command_line import checks, command_line
@@ -40,14 +42,14 @@ DEFAULTS = Options()
 
 
 def flags(words: list[str]) -> tuple[Options, list[str]]:
-    """The script's own flags, and the other words of the command line."""
+    """Return the script's own flags, and the other words of the command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in DEFAULTS._asdict().items():
         parser.add_argument(f"--{name}", type=type(default), default=argparse.SUPPRESS)
-    known, others = parser.parse_known_args(words)
+    known, other_words = parser.parse_known_args(words)
     if getattr(known, "source", None) == "":
         parser.error("--source is empty: it names a folder")
-    return Options(**vars(known)), others
+    return Options(**vars(known)), other_words
 
 
 def check_options(options: Options) -> None:
@@ -56,13 +58,14 @@ def check_options(options: Options) -> None:
         raise UserError(f"--max_rows is {options.max_rows}; it must be 1 or more, or 0 for all rows")
     if options.part_size < 1:
         raise UserError(f"--part_size is {options.part_size}; it must be 1 or more")
-    if not 0 <= options.validation_share < 1:  # NaN compares false too
+    # NaN compares false, too.
+    if not 0 <= options.validation_share < 1:
         raise UserError(f"--validation_share is {options.validation_share}; it must be from 0 to below 1")
     if not 0 <= options.max_dropped_share <= 1:
         raise UserError(f"--max_dropped_share is {options.max_dropped_share}; it must be from 0 to 1")
 
 
-def plan(config, world_size: int, options: Options) -> None:
+def check_plan(config: ConfigDict, world_size: int, options: Options) -> None:
     """Raises UserError for a flag that cannot be meant, a config without a folder to write, or batches that hold no
     whole groups."""
     check_options(options)
@@ -75,9 +78,9 @@ def plan(config, world_size: int, options: Options) -> None:
 
 
 def preparing(options: Options) -> checks.Script:
-    """What this script asks of a config."""
+    """Return what this script asks of a config."""
     return checks.Script(
-        table.DPO, checks.check_groups, partial(plan, options=options), lambda config: not options.source
+        table.DPO, checks.check_groups, partial(check_plan, options=options), lambda config: not options.source
     )
 
 
@@ -89,10 +92,8 @@ import hashlib
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,9 +102,11 @@ from flow_grpo import rewards
 from flow_grpo.base import checksums, distributed, folders, rng
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.data import image_pairs, preferences, prompts
-from flow_grpo.data.image_pairs import NO_PREFERENCE, Dropped
+from flow_grpo.data.image_pairs import NO_PREFERENCE, Dropped, PickAPic
 from flow_grpo.diffusers_patch import model_classes
-from flow_grpo.diffusers_patch.sample_with_logprob import SamplingJob, sample
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.sample_with_logprob import Samples, SamplingJob, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation import policies_to_compare
@@ -116,35 +119,45 @@ from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import stored_config
 from flow_grpo.weights import load_weights, model_files, policies, quantisation
 
-MADE_BY = ("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "base_precision", "seed")
-MADE_BY += ("lora", "sample", "model_class", "preferences", "options")
+# Settings and sections that decide which pairs are made.
+MADE_BY = (
+    *("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "base_precision", "seed"),
+    *("lora", "sample", "model_class", "preferences", "options"),
+)
 NO_SCORE = "the reward failed"  # for all of a prompt's images but one, or for all
+
+Rows = list[Prompt] | list[dict[str, Any]] | PickAPic  # of a source: prompts, lines of pairs.jsonl, or Pick-a-Pic's
 
 
 class Made(NamedTuple):
-    """What became of some rows of the source."""
+    """Pairs of some rows of the source."""
 
-    pairs: list[dict]  # as they are stored, see `rows_of`
+    pairs: list[dict[str, Any]]  # as they are stored, see `stored_rows`
     reasons: list[str | None]  # for each row why it has no pair, or None
     scores: dict[str, Tensor]  # of the images that were drawn, by name; {} where none were
 
 
-Make = Callable[[list, int], Made]  # of rows of the source, and the number of the first
-Check = Callable[[dict[str, Tensor]], object]  # raises RewardFailed where too many of a part's scores are missing
-
-
-def check(config, options: Options):
-    """Raises UserError, before any weight is loaded; returns the model, without weights, and the source's rows."""
-    source, script = options.source, preparing(options)
+def checked_source(config: ConfigDict, options: Options) -> tuple[FlowModel, Rows]:
+    """Return the model, without weights, and the source's rows. Raises UserError, before any weight is loaded, for what
+    no pairs can be made of."""
+    script = preparing(options)
     checks.check(config, script)
     script.plan(config, 1)
-    load_weights.check_model(config, family := model_classes.resolve(config))
+    family = model_classes.resolve(config)
+    load_weights.check_model(config, family)
     light = family.without_weights(config.model)
     light.check_size(training_size(config))
-    if source:
-        rows = image_pairs.open_rows(source)
-        light.check_sources([prompt_of(row) for row in (rows if isinstance(rows, list) else rows[0:1])])
+    if options.source:
+        rows = image_pairs.open_rows(options.source)
+        # All lines are in memory; of parquet files only the first row is read.
+        looked_at = rows if isinstance(rows, list) else rows[0:1]
+        light.check_sources([prompt_of(row) for row in looked_at])
         return light, rows
+    return light, checked_prompts(config, light)
+
+
+def checked_prompts(config: ConfigDict, light: FlowModel) -> list[Prompt]:
+    """Return the prompts that images are drawn for. Raises UserError where these cannot be drawn or scored."""
     if "merged" in config.sample.rollout_weights and not (config.lora.path or config.base_precision):
         raise UserError(
             f"config.sample.rollout_weights is {config.sample.rollout_weights!r}, but without config.lora.path there "
@@ -152,137 +165,231 @@ def check(config, options: Options):
         )
     light.check_steps(config.sample.num_steps, "config.sample.num_steps")
     check_rewards(config.reward_fn, (), config.reward)
-    rows = prompts.load_prompts(config.dataset, "train")
-    rewards.check_prompts(config.reward_fn, rows)
-    light.check_sources(rows)
-    light.check_prompts(rows, config.text_tokens)
-    return light, rows
+    loaded = prompts.load_prompts(config.dataset, "train")
+    rewards.check_prompts(config.reward_fn, loaded)
+    light.check_sources(loaded)
+    light.check_prompts(loaded, config.text_tokens)
+    return loaded
 
 
-def from_rollouts(config, family, device) -> tuple[Make, Check]:
-    """Of prompts, for whose pairs images are drawn."""
-    lora = Path(config.lora.path) if config.lora.path else None
-    model = policies_to_compare.load_candidate(Candidate(config.model, "base", config, lora, None), family, device)
-    group, params = config.sample.num_images_per_prompt, SamplingParams.of(config.sample)
-    pool = Pool(device, config.reward_fn, (), config.reward)
-    policy = partial(policies.predict, model, config.precision)
-    fast = policies.fast_forwards(config, model.transformer)
-    decoded_together = min(config.vae_batch_size, config.sample.batch_size)  # compiled decodes are filled with copies
+class FromRollouts:
+    """Makes pairs of prompts: draws a group of images for each, of which the best and the worst are a pair."""
 
-    def make(rows: list[prompts.Prompt], first: int):
-        rows = [row for row in rows for _ in range(group)]
-        numbers = range(first * group, first * group + len(rows))
-        noise = [rng.generator(config.seed, "preferences", number) for number in numbers]
-        embeds = model.encode(rows, width=config.text_tokens, guided=model.is_guided(params.guidance_scale))
-        start = SamplingJob(model, embeds, noise, params, training_size(config))
-        sampled = sample(start, noisy_steps=range(0), velocity=policy, vae_batch_size=decoded_together, fast=fast)
-        scores = pool.submit(sampled.images, rows)()
-        margin, averages = config.preferences.min_margin, scores["avg"]
-        pairs = preferences.best_and_worst(sampled.latents, embeds, numbers, scores, pool.weights, group, margin)
-        usable, comparable = pairs.loss_weight.bool(), averages.view(-1, group).isfinite().sum(1) > 1
-        why_not = [NO_PREFERENCE if enough else NO_SCORE for enough in comparable.tolist()]
-        reasons = [None if keep else why for keep, why in zip(usable.tolist(), why_not)]
-        grouped = averages.double().view(-1, group)
-        highest, lowest = grouped.nan_to_num(-torch.inf).amax(1), grouped.nan_to_num(torch.inf).amin(1)
-        return Made(rows_of(rows[::group], highest.tolist(), lowest.tolist(), pairs, usable), reasons, scores)
+    def __init__(self, config: ConfigDict, family: type[FlowModel], device: torch.device):
+        lora = Path(config.lora.path) if config.lora.path else None
+        policy = Candidate(config.model, "base", config, lora, None)
+        self.config = config
+        self.model = policies_to_compare.load_candidate(policy, family, device)
+        self.pool = Pool(device, config.reward_fn, (), config.reward)
+        self.fast = policies.fast_forwards(config, self.model.transformer)
 
-    return make, pool.masked_shares
+    def make(self, rows: list[Prompt], first: int) -> Made:
+        """Make pairs of prompts; `first` is the number of the first one in the source."""
+        group = self.config.sample.num_images_per_prompt
+        asked = []
+        for prompt in rows:
+            asked += [prompt] * group
+        image_numbers = range(first * group, first * group + len(asked))
+        guided = self.model.is_guided(self.config.sample.guidance_scale)
+        condition = self.model.encode(asked, width=self.config.text_tokens, guided=guided)
+        sampled = self._draw(condition, image_numbers)
+        scores = self.pool.submit(sampled.images, asked)()
+        margin = self.config.preferences.min_margin
+        pairs = preferences.best_and_worst(
+            sampled.latents, condition, image_numbers, scores, self.pool.weights, group, margin
+        )
+        averages = scores["avg"].double().view(-1, group)
+        usable = pairs.loss_weight.bool()
+        reasons: list[str | None] = []
+        for is_usable, num_scored in zip(usable.tolist(), averages.isfinite().sum(1).tolist(), strict=True):
+            if is_usable:
+                reasons.append(None)
+            else:
+                reasons.append(NO_PREFERENCE if num_scored > 1 else NO_SCORE)
+        highest = averages.nan_to_num(-torch.inf).amax(1).tolist()
+        lowest = averages.nan_to_num(torch.inf).amin(1).tolist()
+        return Made(stored_rows(rows, highest, lowest, pairs, usable), reasons, scores)
+
+    def _draw(self, condition: Condition, image_numbers: range) -> Samples:
+        config = self.config
+        generators = [rng.generator(config.seed, "preferences", number) for number in image_numbers]
+        params = SamplingParams.of(config.sample)
+        job = SamplingJob(self.model, condition, generators, params, training_size(config))
+        return sample(
+            job,
+            noisy_steps=range(0),
+            velocity=partial(policies.predict, self.model, config.precision),
+            # A compiled decode is filled up with copies to its batch size.
+            vae_batch_size=min(config.vae_batch_size, config.sample.batch_size),
+            fast=self.fast,
+        )
+
+    def check_scores(self, scores: dict[str, Tensor]) -> None:
+        """Raises RewardFailed where too many of a part's scores are missing."""
+        self.pool.masked_shares(scores)
 
 
-def from_images(config, family, device) -> tuple[Make, Check]:
-    """Of rows that name two images each."""
-    model = family.load(config.model, device)
+class FromImages:
+    """Makes pairs of rows that name two images each."""
 
-    def load_row(row: dict):
+    def __init__(self, config: ConfigDict, family: type[FlowModel], device: torch.device):
+        self.config = config
+        self.device = device
+        self.model = family.load(config.model, device)
+
+    def make(self, rows: list[dict[str, Any]], first: int) -> Made:
+        """Make pairs of rows; `first` is the number of the first one in the source."""
+        with ThreadPoolExecutor() as threads:
+            loaded = list(threads.map(self._load, rows))
+        reasons: list[str | None] = []
+        usable_rows = []
+        winners = []
+        losers = []
+        for row, pair in zip(rows, loaded, strict=True):
+            if isinstance(pair, str):
+                reasons.append(pair)
+                continue
+            reasons.append(None)
+            usable_rows.append(row)
+            winners.append(pair[0])
+            losers.append(pair[1])
+        if not usable_rows:
+            return Made([], reasons, {})
+        return Made(self._stored(usable_rows, winners, losers), reasons, {})
+
+    def _load(self, row: dict[str, Any]) -> tuple[Tensor, Tensor] | str:
+        """Return winner and loser of a row, or why it cannot be used."""
         try:
-            pair = image_pairs.load_pair(row, training_size(config))
-            model.check_prompts([prompt_of(row)], config.text_tokens)
+            pair = image_pairs.load_pair(row, training_size(self.config))
+            self.model.check_prompts([prompt_of(row)], self.config.text_tokens)
         except Dropped as why:
             return str(why)
         except UserError:
             return "prompt too long"
         return pair
 
-    def make(rows: list[dict], first: int):
-        with ThreadPoolExecutor() as pool:
-            loaded = list(pool.map(load_row, rows))
-        reasons = [pair if isinstance(pair, str) else None for pair in loaded]
-        rows = [row for row, reason in zip(rows, reasons) if reason is None]
-        if not rows:
-            return Made([], reasons, {})
-        images = [torch.stack(side).to(device) for side in zip(*(p for p in loaded if not isinstance(p, str)))]
-        texts = [prompt_of(row) for row in rows]
-        embeds = model.encode(texts, width=config.text_tokens, guided=False)
-        winners, losers = (model.encode_images(side, config.vae_batch_size) for side in images)
+    def _stored(self, rows: list[dict[str, Any]], winners: list[Tensor], losers: list[Tensor]) -> list[dict[str, Any]]:
+        asked = [prompt_of(row) for row in rows]
         ones = torch.ones(len(rows))
-        scores = ([row.get(f"{side}_score") for row in rows] for side in ("winner", "loser"))
-        pairs = preferences.Pairs(winners, losers, ones, embeds, ones)
-        return Made(rows_of(texts, *scores, pairs, ones.bool()), reasons, {})
+        pairs = preferences.Pairs(
+            winners=self._encode(winners),
+            losers=self._encode(losers),
+            loss_weight=ones,
+            condition=self.model.encode(asked, width=self.config.text_tokens, guided=False),
+            numbers=ones,
+        )
+        winner_scores = [row.get("winner_score") for row in rows]
+        loser_scores = [row.get("loser_score") for row in rows]
+        return stored_rows(asked, winner_scores, loser_scores, pairs, ones.bool())
 
-    return make, lambda scores: None
+    def _encode(self, images: list[Tensor]) -> Tensor:
+        return self.model.encode_images(torch.stack(images).to(self.device), self.config.vae_batch_size)
+
+    def check_scores(self, scores: dict[str, Tensor]) -> None:
+        """Pass: nothing is scored here."""
 
 
-def prompt_of(row: dict) -> Prompt:
-    """What the images of a row were made by."""
+def prompt_of(row: dict[str, Any]) -> Prompt:
+    """Return what the images of a row were made by."""
     return Prompt(row["prompt"].strip(), {}, row.get("sources", ()))
 
 
-def rows_of(asked, winner_scores, loser_scores, pairs, usable) -> list[dict]:
-    """What is stored of each pair that is `usable` [P] bool, and differs from pair to pair."""
-    columns = dict(prompt=texts_of(asked), winner_score=winner_scores, loser_score=loser_scores)
-    columns |= dict(winner_latents=pairs.winners.cpu(), loser_latents=pairs.losers.cpu())
-    columns |= {preferences.COLUMNS[name]: part.cpu() for name, part in pairs.condition.tensors().items()}
-    rows = [dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)]
-    return [row for row, keep in zip(rows, usable.tolist()) if keep]
+def stored_rows(
+    asked: list[Prompt],
+    winner_scores: list[float | None],
+    loser_scores: list[float | None],
+    pairs: preferences.Pairs,
+    usable: Tensor,
+) -> list[dict[str, Any]]:
+    """Return the columns that differ from pair to pair, of each pair that is `usable` [P] bool."""
+    columns: dict[str, Any] = dict(
+        prompt=texts_of(asked),
+        winner_score=winner_scores,
+        loser_score=loser_scores,
+        winner_latents=pairs.winners.cpu(),
+        loser_latents=pairs.losers.cpu(),
+    )
+    for name, part in pairs.condition.tensors().items():
+        columns[preferences.COLUMNS[name]] = part.cpu()
+    rows = []
+    for values, is_usable in zip(zip(*columns.values(), strict=True), usable.tolist(), strict=True):
+        if is_usable:
+            rows.append(dict(zip(columns, values, strict=True)))
+    return rows
 
 
-def make_part(make: Make, check: Check, rows, part: range, size: int, bar) -> tuple[list[dict], list[str | None]]:
-    """Pairs of a part of the source, in batches of `size` rows, and for each row why it has no pair, or None.
+def make_part(maker: FromRollouts | FromImages, rows: Rows, part: range, size: int, bar) -> Made:
+    """Make the pairs of a part of the source, in batches of `size` rows.
 
     Raises:
         RewardFailed: a reward failed for too many of the part's images. Nothing of the part is written.
     """
-    made = []
+    pairs = []
+    reasons = []
+    scores = []
     for start in range(part.start, part.stop, size):
         batch = rows[start : min(start + size, part.stop)]
-        made.append(make(batch, start))
+        made = maker.make(batch, start)
+        pairs += made.pairs
+        reasons += made.reasons
+        if made.scores:
+            scores.append(made.scores)
         bar.update(len(batch))
-    check(join_scores([batch.scores for batch in made if batch.scores]))
-    return [pair for batch in made for pair in batch.pairs], [why for batch in made for why in batch.reasons]
+    joined = join_scores(scores)
+    maker.check_scores(joined)
+    return Made(pairs, reasons, joined)
 
 
-def write_part(config, shapes: dict, pairs: list[dict], held_out: float, folder: Path, number: int) -> None:
-    """A file for each split that has a pair. Prompts whose hash is below `held_out` are for validation."""
+def write_part(
+    config: ConfigDict,
+    shapes: dict[str, tuple[int, ...]],
+    pairs: list[dict[str, Any]],
+    held_out: float,
+    folder: Path,
+    number: int,
+) -> None:
+    """Write a file for each split that has a pair. Prompts whose hash is below `held_out` are for validation."""
     constants = dict(model=config.model, height=config.height, width=config.width, negative_prompt="")
     constants["dtype"] = preferences.dtype_of(config.precision)
-    for split in preferences.SPLITS:
-        rows = [constants | row for row in pairs if (hash_of(row["prompt"]) < held_out) == (split == "validation")]
-        if rows:
-            columns = {name: [row[name] for row in rows] for name in rows[0]}
-            preferences.write_pairs(file_of(folder, split, number), columns, shapes, constants["dtype"])
+    of_split: dict[str, list[dict[str, Any]]] = {split: [] for split in preferences.SPLITS}
+    for pair in pairs:
+        split = "validation" if hash_of(pair["prompt"]) < held_out else "train"
+        of_split[split].append(constants | pair)
+    for split, rows in of_split.items():
+        if not rows:
+            continue
+        columns = {}
+        for name in rows[0]:
+            columns[name] = [row[name] for row in rows]
+        preferences.write_pairs(file_of(folder, split, number), columns, shapes, constants["dtype"])
 
 
 def hash_of(prompt: str) -> float:
-    """A number in [0, 1) that is the prompt's own: all its pairs lie in one split, in any folder."""
+    """Return a number in [0, 1) that is the prompt's own: all its pairs lie in one split, in any folder."""
     return int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=4).digest(), "big") / 2**32
 
 
-def held_out_below(options: Options, rows, num_used: int) -> float:
-    """The hash below which prompts are held out; of several in a list at least the one of the lowest hash."""
-    listed = rows[:num_used] if isinstance(rows, list) else []
-    hashes = {hash_of(row.text if isinstance(row, Prompt) else prompt_of(row).text) for row in listed}
+def held_out_below(options: Options, rows: Rows, num_used: int) -> float:
+    """Return the hash below which prompts are held out; of several in a list at least the one of the lowest hash."""
+    hashes = set()
+    for row in rows[:num_used] if isinstance(rows, list) else ():
+        prompt = row if isinstance(row, Prompt) else prompt_of(row)
+        hashes.add(hash_of(prompt.text))
+    # One prompt alone is trained on.
     if options.validation_share and len(hashes) > 1:
         return max(options.validation_share, min(hashes) + 2**-32)
     return options.validation_share
 
 
-def made_by(config, options: Options) -> dict:
+def made_by(config: ConfigDict, options: Options) -> dict[str, Any]:
+    """Return the settings that a folder's report has."""
     return config.to_dict() | {"options": options._replace(max_dropped_share=None)._asdict()}
 
 
-def digests_of(rows, max_rows: int) -> dict[str, str]:
-    """Digests of what a folder is made of, as its report has them: "rows" are prompts and their metadata, or the lines
-    of pairs.jsonl, or of parquet files their number of rows; "sources" are the bytes of pictures to be edited."""
+def digests_of(rows: Rows, max_rows: int) -> dict[str, str]:
+    """Return digests of what a folder is made of, as its report has them: "rows" are prompts and their metadata, or the
+    lines of pairs.jsonl, or of parquet files their number of rows; "sources" are the bytes of pictures to be edited."""
+    # Parquet files may be large: their rows are counted, not read.
     listed = rows if isinstance(rows, list) else []
     paths = []
     for row in listed[: max_rows or None]:
@@ -293,110 +400,154 @@ def digests_of(rows, max_rows: int) -> dict[str, str]:
 
 
 def is_load_option(key: str) -> bool:
-    """Whether a dotted key is an option of a reward's load(), which decides scores, and no setting of its requests."""
+    """Return whether a dotted key is an option of a reward's load(), which decides scores, and no setting of its
+    requests."""
     section, _, name = key.rpartition(".")
     return section.startswith("reward.args.") and f"reward.{name}" not in table.BY_KEY
 
 
-def claim(config, options: Options, folder: Path, digests: dict[str, str]) -> bool:
+def claim(config: ConfigDict, options: Options, folder: Path, digests: dict[str, str]) -> bool:
     """Begin or go on with `folder`, locked; False if it is complete.
 
     Raises UserError if it was made with other settings or of other rows, or if another process is at work there.
     """
-    unfinished, report = folder / "unfinished", folder / "report.json"
+    unfinished = folder / "unfinished"
+    report = folder / "report.json"
     if not folders.make_folder(folder, "config.preferences.path") and not folder.is_dir():
         raise UserError(f"config.preferences.path: {folder} is no folder")
-    complete = report.exists() and not unfinished.exists()
-    if not complete and not unfinished.exists() and {path.name for path in folder.iterdir()} - {folders.LOCK}:
+    is_complete = report.exists() and not unfinished.exists()
+    is_begun = is_complete or unfinished.exists()
+    if not is_begun and {path.name for path in folder.iterdir()} - {folders.LOCK}:
         raise UserError(f"{folder} is not empty, and not made by this script")
-    if not complete and (notice := folders.lock(folder)):
-        print(notice)
-    source, current = report if report.exists() else unfinished / "settings.json", made_by(config, options)
-    if source.exists():
-        before = folders.read_json(source)
-        differ = stored_config.changes(before["made_by"], current, source)
-        if differ := [key for key in differ if key.split(".")[0] in MADE_BY or is_load_option(key)]:
-            raise UserError(f"{folder} was begun with other settings ({', '.join(differ)}); choose another folder")
-        names = {"rows": "pairs" if options.source else "prompts", "sources": "pictures to be edited"}
-        for part, digest in digests.items():
-            if before.get(part, digest) != digest:
-                raise UserError(f"{folder} was begun with other {names[part]}; choose another folder")
+    if not is_complete:
+        notice = folders.lock(folder)
+        if notice:
+            print(notice)
+    begun_with = report if report.exists() else unfinished / "settings.json"
+    if begun_with.exists():
+        check_unchanged(config, options, folder, digests, begun_with)
     else:
         unfinished.mkdir(exist_ok=True)
-        folders.write_text(source, json.dumps({"made_by": current} | digests))
-    return not complete
+        folders.write_text(begun_with, json.dumps({"made_by": made_by(config, options)} | digests))
+    return not is_complete
+
+
+def check_unchanged(
+    config: ConfigDict, options: Options, folder: Path, digests: dict[str, str], begun_with: Path
+) -> None:
+    """Raises UserError if a folder was begun with other settings or of other rows, as the file `begun_with` says."""
+    before = folders.read_json(begun_with)
+    differing = []
+    for key in stored_config.changes(before["made_by"], made_by(config, options), begun_with):
+        if key.split(".")[0] in MADE_BY or is_load_option(key):
+            differing.append(key)
+    if differing:
+        raise UserError(f"{folder} was begun with other settings ({', '.join(differing)}); choose another folder")
+    names = {"rows": "pairs" if options.source else "prompts", "sources": "pictures to be edited"}
+    for part, digest in digests.items():
+        # Older folders lack the digest of sources.
+        if before.get(part, digest) != digest:
+            raise UserError(f"{folder} was begun with other {names[part]}; choose another folder")
 
 
 def is_made(folder: Path, number: int) -> bool:
-    """Whether a part is done. One that lost rows to a reward that failed is taken away, so that it is made anew."""
-    state = folder / "unfinished" / f"part_{number:05d}.json"
+    """Return whether a part is done. One that lost rows to a reward that failed is removed, so that it is made anew."""
+    state = state_of(folder, number)
     if not state.exists():
         return False
     if all(row["why"] != NO_SCORE for row in folders.read_json(state)["dropped"]):
         return True
     state.unlink()
-    for split in preferences.SPLITS:  # the new part may have no pair for one of them
+    # The new part may have no pair for one of the splits.
+    for split in preferences.SPLITS:
         file_of(folder, split, number).unlink(missing_ok=True)
     return False
 
 
+def state_of(folder: Path, number: int) -> Path:
+    """Return the file that says that a part is done, and which rows it dropped."""
+    return folder / "unfinished" / f"part_{number:05d}.json"
+
+
 def file_of(folder: Path, split: str, number: int) -> Path:
-    """Where the pairs of a part lie."""
+    """Return the file of a part's pairs."""
     return folder / f"{split}_{number:05d}.parquet"
 
 
-def finish(config, options: Options, folder: Path, digests: dict[str, str]) -> None:
+def finish(config: ConfigDict, options: Options, folder: Path, digests: dict[str, str]) -> None:
     """Write report.json. Raises UserError, and leaves the folder unfinished, if too much was unusable."""
-    part_reports = [folders.read_json(path) for path in sorted((folder / "unfinished").glob("part_*.json"))]
     pairs = {split: preferences.num_rows(folder, split) for split in preferences.SPLITS}
-    dropped = [row for part in part_reports for row in part["dropped"]]
+    num_rows = 0
+    dropped = []
+    for path in sorted((folder / "unfinished").glob("part_*.json")):
+        part = folders.read_json(path)
+        num_rows += part["rows"]
+        dropped += part["dropped"]
     reasons = Counter(row["why"] for row in dropped)
-    total, bad = sum(part["rows"] for part in part_reports), len(dropped) - reasons[NO_PREFERENCE]
-    print(f"{folder}: {pairs['train']} pairs and {pairs['validation']} held out, of {total}; dropped: {dict(reasons)}")
-    if bad > options.max_dropped_share * total or not pairs["train"]:
+    counts = dict(reasons)
+    print(f"{folder}: {pairs['train']} pairs and {pairs['validation']} held out, of {num_rows}; dropped: {counts}")
+    # Images that score alike are no fault of the source.
+    num_unusable = len(dropped) - reasons[NO_PREFERENCE]
+    if num_unusable > options.max_dropped_share * num_rows or not pairs["train"]:
+        way_out = "; the same command makes the parts anew whose reward failed" if reasons[NO_SCORE] else ""
         raise UserError(
-            f"{bad} of {total} rows are unusable ({dict(reasons)}), {pairs['train']} pairs are left to train on; "
-            f"allowed is a share of --max_dropped_share={options.max_dropped_share}"
-            + ("; the same command makes the parts anew whose reward failed" if reasons[NO_SCORE] else "")
+            f"{num_unusable} of {num_rows} rows are unusable ({counts}), {pairs['train']} pairs are left to train on; "
+            f"allowed is a share of --max_dropped_share={options.max_dropped_share}{way_out}"
         )
-    report = dict(made_by=made_by(config, options)) | digests
-    report |= dict(pairs=pairs, reasons=dict(reasons), dropped=dropped)
+    report = {"made_by": made_by(config, options)} | digests
+    report |= dict(pairs=pairs, reasons=counts, dropped=dropped)
     folders.write_text(folder / "report.json", json.dumps(report, indent=1))
     shutil.rmtree(folder / "unfinished")
 
 
-def main(config, options: Options = DEFAULTS):
-    light, rows = check(config, options)
-    ranks, folder = distributed.init_distributed(), Path(config.preferences.path).absolute()
+def make_parts(
+    config: ConfigDict, options: Options, folder: Path, light: FlowModel, rows: Rows, ranks: distributed.Ranks
+) -> None:
+    """Make and write this rank's parts, but for those that are made already."""
+    num_used = min(len(rows), options.max_rows or len(rows))
+    if distributed.is_main() and num_used > options.part_size and not options.max_rows:
+        take_less = f"--max_rows={options.part_size} takes the first {options.part_size} alone"
+        say(f"{num_used} rows of the source are used; {take_less}")
+    parts = {}
+    for number, start in enumerate(range(0, num_used, options.part_size)):
+        if number % ranks.world_size == ranks.rank and not is_made(folder, number):
+            parts[number] = range(start, min(start + options.part_size, num_used))
+
+    if options.source:
+        maker = FromImages(config, type(light), ranks.device)
+        batch_size = config.vae_batch_size
+        first = prompt_of(rows[0:1][0])
+    else:
+        maker = FromRollouts(config, type(light), ranks.device)
+        batch_size = config.sample.batch_size // config.sample.num_images_per_prompt
+        first = rows[0]
+    shapes = light.row_shapes(training_size(config), config.text_tokens, first)
+    held_out = held_out_below(options, rows, num_used)
+    total = sum(map(len, parts.values()))
+    bar = progress.counter("rows of the source", total, say if distributed.is_main() else None)
+    for number, part in parts.items():
+        made = make_part(maker, rows, part, batch_size, bar)
+        write_part(config, shapes, made.pairs, held_out, folder, number)
+        dropped = [dict(row=row, why=why) for row, why in zip(part, made.reasons, strict=True) if why]
+        folders.write_text(state_of(folder, number), json.dumps(dict(rows=len(made.reasons), dropped=dropped)))
+    bar.close()
+
+
+def main(config: ConfigDict, options: Options = DEFAULTS) -> None:
+    light, rows = checked_source(config, options)
+    ranks = distributed.init_distributed()
+    folder = Path(config.preferences.path).absolute()
     quantisation.check_device(config, ranks.device)
     model_files.check_weights(config.model, type(light))
     digests = digests_of(rows, options.max_rows) if distributed.is_main() else {}
     if not options.source:
+        # Rewards of one's own may change the working directory.
         rows = prompts.with_absolute_sources(rows)
-    if not distributed.broadcast_object(claim(config, options, folder, digests) if distributed.is_main() else None):
+    is_claimed = claim(config, options, folder, digests) if distributed.is_main() else None
+    if not distributed.broadcast_object(is_claimed):
         print(f"{folder} is complete")
         return
-    source, part_size = options.source, options.part_size
-    make, check_scores = (from_images if source else from_rollouts)(config, type(light), ranks.device)
-    size = config.vae_batch_size if source else config.sample.batch_size // config.sample.num_images_per_prompt
-    first = prompt_of(rows[0:1][0]) if source else rows[0]
-    shapes = light.row_shapes(training_size(config), config.text_tokens, first)
-    used = range(min(len(rows), options.max_rows or len(rows)))
-    if distributed.is_main() and len(used) > part_size and not options.max_rows:
-        say(f"{len(used)} rows of the source are used; --max_rows={part_size} takes the first {part_size} alone")
-    held_out = held_out_below(options, rows, len(used))
-    part_rows = [used[first : first + part_size] for first in range(0, len(used), part_size)]
-    mine = range(ranks.rank, len(part_rows), ranks.world_size)
-    mine = [number for number in mine if not is_made(folder, number)]
-    total = sum(len(part_rows[number]) for number in mine)
-    bar = progress.counter("rows of the source", total, say if distributed.is_main() else None)
-    for number in mine:
-        pairs, reasons = make_part(make, check_scores, rows, part_rows[number], size, bar)
-        write_part(config, shapes, pairs, held_out, folder, number)
-        dropped = [dict(row=row, why=why) for row, why in zip(part_rows[number], reasons) if why]
-        state = folder / "unfinished" / f"part_{number:05d}.json"
-        folders.write_text(state, json.dumps(dict(rows=len(reasons), dropped=dropped)))
-    bar.close()
+    make_parts(config, options, folder, light, rows, ranks)
     distributed.barrier()
     distributed.on_main(finish, config, options, folder, digests)
     distributed.close()

@@ -43,7 +43,7 @@ LIMITS = {
     "flow_grpo/reward_server": (6, 2, 0, 0, 3),
     "flow_grpo/rewards": (19, 2, 1, 0, 23),
     "flow_grpo/run": (32, 1, 1, 1, 27),
-    "flow_grpo/scoring": (6, 2, 2, 0, 4),
+    "flow_grpo/scoring": (0, 0, 0, 0, 0),
     "flow_grpo/settings": (7, 0, 0, 0, 20),
     "flow_grpo/weights": (0, 0, 0, 0, 0),
 }

@@ -229,7 +229,9 @@ class RemoteScorer(Scorer):
             # Images of a group share their sources, which are sent once: each prompt has their numbers.
             unique = _unique(sources)
             number_of = {id(source): number for number, source in enumerate(unique)}
-            content["sources"] = [[number_of[id(source)] for source in of_prompt] for of_prompt in sources]
+            content["sources"] = []
+            for of_prompt in sources:
+                content["sources"].append([number_of[id(source)] for source in of_prompt])
             uploads += [_upload("sources", number, source) for number, source in enumerate(unique)]
 
         def parse(body: bytes) -> dict[str, Tensor]:
