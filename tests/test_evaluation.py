@@ -3,11 +3,13 @@
 import itertools
 import json
 import math
+import operator
 import re
 import shutil
 import weakref
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import evaluate
@@ -30,7 +32,8 @@ from flow_grpo.run.evaluate import due, remaining
 from flow_grpo.settings.table import default_config
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
-WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
+WINDOW = "shapes_qwenimage"
+BRANCHES = "shapes_qwenimage_pr"
 
 
 def write(folder, epoch, checkpoint=""):
@@ -49,9 +52,12 @@ def content(folder):
 
 
 def test_only_a_higher_finite_value_is_better():
-    values = 0.6, 0.5, 0.4, float("nan"), float("inf")
-    assert [value for value in values if best.improves(record(2, value), record(1, 0.5))] == [0.6]
-    assert [value for value in values if best.improves(record(0, value), None)] == [0.6, 0.5, 0.4]
+    assert best.improves(record(2, 0.6), record(1, 0.5))
+    assert best.improves(record(0, 0.4), None)
+    for value in (0.5, 0.4, float("nan"), float("inf")):
+        assert not best.improves(record(2, value), record(1, 0.5))
+    for value in (float("nan"), float("inf")):
+        assert not best.improves(record(0, value), None)
 
 
 def test_a_figure_that_no_reward_has_cannot_choose():
@@ -107,7 +113,8 @@ def test_a_checkpoint_says_how_its_run_evaluates_and_the_record_of_a_run_since_w
 
 def test_held_out_figures_of_an_end_stay_unless_they_are_made_again():
     config = default_config()
-    config.eval_freq, config.num_epochs = 2, 9
+    config.eval_freq = 2
+    config.num_epochs = 9
     run = SimpleNamespace(config=config, best_evaluation=None, epoch=3)
     assert remaining(run) == {"validation"}
     for epoch in (4, 9):
@@ -119,7 +126,10 @@ def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):
     for epoch in (3, 7):
         write(tmp_path, epoch, f"checkpoint_{epoch}")
     write(tmp_path, 9)
-    restore = lambda name, epoch: best.restore_best(tmp_path, tmp_path / name, record(epoch))  # noqa: E731
+
+    def restore(name, epoch):
+        return best.restore_best(tmp_path, tmp_path / name, record(epoch))
+
     assert restore("checkpoint_7", 8) == (record(7), 0, "")
     assert content(tmp_path / "best") == 7
     assert restore("checkpoint_3", 3) == (record(3), 0, "")
@@ -136,15 +146,18 @@ OTHERWISE |= dict(height=128, width=128, vae_precision="bf16")
 @pytest.mark.parametrize("key", OTHERWISE)
 def test_a_best_that_was_measured_otherwise_is_set_aside(key, tmp_path):
     write(tmp_path, 4, "checkpoint")
-    found, since, notice = best.restore_best(tmp_path, tmp_path / "checkpoint", record(8, **{key: OTHERWISE[key]}))
-    assert (found, since) == (None, 8)
+    evaluation_now = record(8, **{key: OTHERWISE[key]})
+    restored, since, notice = best.restore_best(tmp_path, tmp_path / "checkpoint", evaluation_now)
+    assert (restored, since) == (None, 8)
     assert content(tmp_path / "best_epoch_000004") == 4
     assert str(tmp_path / "best_epoch_000004") in notice
 
 
 def test_figures_of_another_base_or_by_other_options_of_a_reward_are_compared_with_none_of_before():
-    before, others = save.settings_of_figures(default_config()), [("base_precision", "nf4"), ("text_tokens", 9)]
-    for key, value in [*others, ("precision", "bf16"), ("reward.args", {"vlm_judge": {"question": "is it?"}})]:
+    before = save.settings_of_figures(default_config())
+    options = {"vlm_judge": {"question": "is it?"}}
+    changes = dict(base_precision="nf4", text_tokens=9, precision="bf16") | {"reward.args": options}
+    for key, value in changes.items():
         config = default_config()
         with config.unlocked():
             config.update_from_flattened_dict({key: value})
@@ -182,8 +195,9 @@ def runs(recorded):
 def test_the_best_weights_score_on_the_test_what_they_scored_in_their_epoch(rank, runs):
     """Evaluations of one epoch are of the averaged weights; best/ has them bit for bit."""
     folder = runs[rank]
-    evals, tests = lines_of(folder, "eval"), lines_of(folder, "test")
-    kept, last = best.read_best(folder), tests.pop()
+    evals = lines_of(folder, "eval")
+    *tests, last = lines_of(folder, "test")
+    kept = best.read_best(folder)
     values = [line["eval/jpeg_compressibility"] for line in evals]
     assert [line["epoch"] for line in tests] == [0, 1, 2, 3]
     assert (kept.epoch, kept.value, kept.split) == (values.index(max(values)), max(values), "validation")
@@ -200,11 +214,12 @@ def test_the_best_weights_score_on_the_test_what_they_scored_in_their_epoch(rank
 
 def test_a_run_goes_on_from_the_state_of_its_best_evaluation(recorded, tmp_path):
     run = recorded("branches")
-    kept, folder = best.read_best(run.folder), shutil.copytree(run.folder, tmp_path / run.folder.name)
+    kept = best.read_best(run.folder)
+    folder = shutil.copytree(run.folder, tmp_path / run.folder.name)
     assert 0 < kept.epoch < EPOCHS
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    earlier = [row for row in lines if json.loads(row)["epoch"] < kept.epoch]
-    (folder / "metrics.jsonl").write_text("".join(f"{row}\n" for row in earlier))
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    earlier = [line for line in lines if json.loads(line)["epoch"] < kept.epoch]
+    (folder / "metrics.jsonl").write_text("".join(earlier))
     shutil.rmtree(folder / "checkpoints")
     train(BRANCHES, tmp_path, **run.how | dict(resume_from=str(folder / "best" / "checkpoint")))
     assert lines_of(folder) == lines_of(run.folder)
@@ -219,22 +234,24 @@ def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(
     assert "has no validation prompts: the test prompts choose the best policy, too" in capsys.readouterr().out
     kept = best.read_best(folder)
     assert (kept.split, kept.num_prompts) == ("test", 6)
-    evals, tests = lines_of(folder, "eval"), lines_of(folder, "test")
-    assert tests[-1]["test_best/avg"] == tests[0]["test/avg"] != tests[1]["test/avg"]
-    assert [line["eval/avg"] for line in evals] == [line["test/avg"] for line in tests[:-1]]
+    evals = lines_of(folder, "eval")
+    *tests, last = lines_of(folder, "test")
+    assert last["test_best/avg"] == tests[0]["test/avg"] != tests[1]["test/avg"]
+    for line, test in zip(evals, tests, strict=True):
+        assert line["eval/avg"] == test["test/avg"]
 
 
 def test_a_test_line_has_the_accuracy_of_each_category(runs):
-    """Which are equally large, but for the first: 8 prompts of the test, evenly spread."""
+    """8 prompts of the test, evenly spread; the categories are equally large, but for the first."""
     line = lines_of(runs[0], "test")[0]
     spread = evaluation.spread(prompts.load_prompts(str(ROOT / "dataset/shapes"), "test"), 8)
     counts = Counter(prompt.metadata["tag"] for prompt in spread)
-    of_tags = {name.split("/")[2]: value for name, value in line.items() if name.startswith("test/shapes_accuracy/")}
-    assert of_tags.keys() == counts.keys()
-    total = sum(counts[tag] * value for tag, value in of_tags.items())
+    accuracies = [line[f"test/shapes_accuracy/{tag}"] for tag in counts]
+    total = sum(map(operator.mul, counts.values(), accuracies))
     assert total / 8 == pytest.approx(line["test/shapes_accuracy"])
-    assert len(set(of_tags.values())) > 1
-    assert not [name for name in line if name.startswith(("test/shapes/", "test/avg/"))], "of right or wrong alone"
+    assert len(set(accuracies)) > 1
+    by_tag = [name for name in line if name.count("/") == 2]
+    assert len(by_tag) == len(counts), "of right or wrong alone"
 
 
 def test_the_distance_between_a_prompts_images_is_measured_in_whatever_batches():
@@ -243,11 +260,14 @@ def test_the_distance_between_a_prompts_images_is_measured_in_whatever_batches()
     distances = variety.Distances(5)
     for noise, prompts_of_batch in ((0, [0, 1, 2]), (0, [3, 4]), (1, range(5)), (2, []), (2, range(5)), (3, range(5))):
         distances.add(features[noise, list(prompts_of_batch)], list(prompts_of_batch))
-    pairs = [(features[i] - features[j]).square().mean(1) for i, j in itertools.combinations(range(4), 2)]
-    expected = torch.stack(pairs).double().mean(0).sqrt()
-    found = distances.estimate(4)
+    squares = []
+    for one, other in itertools.combinations(features, 2):
+        squares.append((one - other).square().mean(1))
+    expected = torch.stack(squares).double().mean(0).sqrt()
+    estimate = distances.estimate(4)
     assert expected[2] == 0
-    assert (found.mean, found.num_prompts) == (pytest.approx(expected.mean().item(), rel=1e-6), 5)
+    assert estimate.mean == pytest.approx(expected.mean().item(), rel=1e-6)
+    assert estimate.num_prompts == 5
 
 
 def test_the_entropy_of_labels_is_of_pairs_of_a_prompts_images_that_have_one():
@@ -267,22 +287,28 @@ def test_variety_is_the_distance_over_that_before_training(runs):
 
 
 def test_the_first_noise_of_the_test_has_the_name_it_always_had():
-    names = itertools.product(("test", "validation"), (0, 1))
-    first, *others = (torch.rand(3, generator=evaluation.noise_generator(*name, 5)).tolist() for name in names)
-    assert first == torch.rand(3, generator=evaluation.rng.generator(0, "eval", 5)).tolist()
-    assert len({tuple(draw) for draw in (first, *others)}) == 4
+    draws = []
+    for split, seed in itertools.product(("test", "validation"), (0, 1)):
+        draws.append(torch.rand(3, generator=evaluation.noise_generator(split, seed, 5)))
+    assert torch.equal(draws[0], torch.rand(3, generator=evaluation.rng.generator(0, "eval", 5)))
+    assert len(torch.stack(draws).unique(dim=0)) == 4
 
 
 def figures_of_test(folder, prefix, number=-1):
     """A run's own figures on all test prompts, the last of a kind."""
     line = [line for line in lines_of(folder, "test") if f"{prefix}/avg" in line][number]
-    names = [name for name in line if re.fullmatch(rf"{prefix}/(?!std_error|variety)\w+", name)]
-    return {name.split("/")[1]: line[name] for name in names}
+    figures = {}
+    for name, value in line.items():
+        if re.fullmatch(rf"{prefix}/(?!std_error|variety)\w+", name):
+            figures[name.split("/")[1]] = value
+    return figures
 
 
 def test_a_table_of_policies_reproduces_every_runs_own_test_to_the_last_digit(runs, tmp_path, monkeypatch):
     """One model after the other: no two are there together."""
-    alive, loaded, load = [], weakref.WeakSet(), policies_to_compare.load_candidate
+    alive = []
+    loaded = weakref.WeakSet()
+    load = policies_to_compare.load_candidate
 
     def counted(*arguments):
         alive.append(len(loaded))
@@ -291,20 +317,30 @@ def test_a_table_of_policies_reproduces_every_runs_own_test_to_the_last_digit(ru
         return model
 
     monkeypatch.setattr(policies_to_compare, "load_candidate", counted)
-    lora, full = runs[4], runs[0]
+    lora = runs[4]
+    full = runs[0]
     policies = lora, TINY, lora / "best", full, full / "best", lora
     found, rows = evaluated(tmp_path, *policies, "--weights", "last")
-    labels = [f"best, epoch {best.read_best(folder).epoch}" for folder in (lora, full)]
-    assert [row["weights"] for row in found["rows"]] == ["last", "base", labels[0], "last", labels[1], "last"]
+    best_of_lora = f"best, epoch {best.read_best(lora).epoch}"
+    best_of_full = f"best, epoch {best.read_best(full).epoch}"
+    labels = [row["weights"] for row in found["rows"]]
+    assert labels == ["last", "base", best_of_lora, "last", best_of_full, "last"]
     assert alive == [0] * 6
-    base = figures_of_test(lora, "test", 0)
-    last, best_row = figures_of_test(lora, "test"), figures_of_test(lora, "test_best")
-    full_rows = figures_of_test(full, "test"), figures_of_test(full, "test_best")
-    assert rows == [last, base, best_row, *full_rows, last]
-    errors = [found["rows"][i]["all"]["jpeg_compressibility"]["error"] for i in (1, 0)]
+    last = figures_of_test(lora, "test")
+    assert rows == [
+        last,
+        figures_of_test(lora, "test", 0),
+        figures_of_test(lora, "test_best"),
+        figures_of_test(full, "test"),
+        figures_of_test(full, "test_best"),
+        last,
+    ]
+    # The errors of eval.best_by, before and after training.
     logged = [line["test/std_error"] for line in lines_of(lora, "test") if "test/avg" in line]
-    assert [logged[0], logged[-1]] == errors  # of eval.best_by, before and after training
-    assert all(line["eval/std_error"] > 0 for line in lines_of(lora, "eval"))
+    assert found["rows"][1]["all"]["jpeg_compressibility"]["error"] == logged[0]
+    assert found["rows"][0]["all"]["jpeg_compressibility"]["error"] == logged[-1]
+    for line in lines_of(lora, "eval"):
+        assert line["eval/std_error"] > 0
     assert len({row["jpeg_compressibility"] for row in rows}) == 5
 
 
@@ -314,9 +350,9 @@ def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, 
     drawn = [(row["guidance_scale"], row["size"]) for row in found["rows"]]
     assert drawn == [(1, "64x64"), (1, "64x32"), (2, "64x64"), (2, "64x32")]
     for row, means in zip(found["rows"], rows, strict=True):
-        scores = {name: torch.tensor(column) for name, column in row["scores"].items()}
-        assert all(column.shape == (6, 3) for column in scores.values())
-        assert means["shapes"] == pytest.approx(scores["shapes"].mean().item())
+        for column in row["scores"].values():
+            assert torch.tensor(column).shape == (6, 3)
+        assert means["shapes"] == pytest.approx(torch.tensor(row["scores"]["shapes"]).mean().item())
         assert means["shapes_accuracy pass@1"] == pytest.approx(means["shapes_accuracy"])
         assert means["shapes best of 2"] >= means["shapes best of 1"] == pytest.approx(means["shapes"])
         assert sum(part["num_prompts"] for part in row["by_category"].values()) == 6
@@ -338,7 +374,8 @@ def test_rows_are_compared_on_what_they_share_and_runs_of_several_seeds_have_a_m
     for name, line in zip(("jpeg_compressibility", "shapes", "shapes_accuracy"), lines, strict=True):
         scores = [torch.tensor(row["scores"][name]) for row in found["rows"]]
         difference = (scores[2].double() - scores[0]).mean(1)
-        wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
+        wins = int((difference > 0).sum())
+        losses = int((difference < 0).sum())
         assert f"| {name} | {difference.mean():.4g} ± " in line
         assert line.endswith(f"| {wins} | {losses} | {len(difference) - wins - losses} |")
     assert f"of {runs[4]}, {again}, which differ in the seed: {rows[0]['shapes_accuracy']:.4g} ± 0" in table
@@ -353,20 +390,22 @@ def test_a_larger_batch_or_a_noise_less_changes_no_score_and_a_run_chose_its_bes
             assert rows[0]["jpeg_compressibility"] == pytest.approx(chosen_by, rel=1e-3)  # of batches of 5
         return found["rows"][0]["scores"]["shapes"]
 
-    one, three, many = (scores("--set", f"eval.batch_size={size}") for size in (1, 3, 64))
-    assert one == three == many
-    assert scores("--seeds", 0) == [row[:1] for row in one]
+    one = scores("--set", "eval.batch_size=1")
+    for size in (3, 64):
+        assert scores("--set", f"eval.batch_size={size}") == one
+    first_noise = [noises[:1] for noises in one]
+    assert scores("--seeds", 0) == first_noise
     assert torch.tensor(one).unique().numel() > 2
 
 
 def test_two_ranks_write_what_one_writes(runs, tmp_path):
     command = ["scripts/evaluate.py", runs[4], runs[0], "--out"]
-    one, two = warm.run([*command, tmp_path / "one"]), warm.torchrun([*command, tmp_path / "two"])
+    ranks = [warm.run([*command, tmp_path / "one"]), *warm.torchrun([*command, tmp_path / "two"])]
     written = [tmp_path / name / "scores.json" for name in ("one", "two")]
-    assert all(file.exists() for file in written), [rank.stderr[-3000:] for rank in (one, *two)]
-    found, expected = (json.loads(file.read_text()) for file in written)
-    assert found == expected
-    assert len(found["rows"]) == 2
+    assert all(file.exists() for file in written), [rank.stderr[-3000:] for rank in ranks]
+    by_one, by_two = (json.loads(file.read_text()) for file in written)
+    assert by_one == by_two
+    assert len(by_one["rows"]) == 2
     assert not (tmp_path / "two-2").exists()
 
 
@@ -429,8 +468,11 @@ def test_nonsense_is_refused_before_weights_are_loaded(runs, tmp_path, monkeypat
             file.write(json.dumps({"prompt": "make it blue", "sources": [f"{side}.png"]}) + "\n")
 
     monkeypatch.setattr(evaluate.policies_to_compare, "load_candidate", None)  # to call it is a TypeError
-    call = lambda words: lambda: evaluated(tmp_path, *words.format(**places).split())  # noqa: E731
-    assert_refused([(words, call(words), says) for words, *says in REFUSED])
+    rows = []
+    for words, *says in REFUSED:
+        arguments = words.format(**places).split()
+        rows.append((words, partial(evaluated, tmp_path, *arguments), says))
+    assert_refused(rows)
 
 
 def summarised(*rows):
@@ -479,6 +521,6 @@ def test_errors_are_of_prompts_scores_that_failed_are_left_out_and_categories_ke
     values = torch.tensor([[0.0, float("nan"), 1.0], [1.0, float("nan"), float("nan")]])
     assert estimates.mean(values) == pytest.approx((2 / 3, 0.25, 2))
     assert estimates.best_of(values, 2)[::2] == pytest.approx((1.0, 1))
-    found = estimates.by_category(values, ["two", "one", "two"])
-    assert list(found) == ["two", "one"]
-    assert (found["two"].num_prompts, found["one"].num_prompts) == (2, 0)
+    by_category = estimates.by_category(values, ["two", "one", "two"])
+    assert list(by_category) == ["two", "one"]
+    assert (by_category["two"].num_prompts, by_category["one"].num_prompts) == (2, 0)
