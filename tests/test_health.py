@@ -193,7 +193,7 @@ def test_a_resumed_run_takes_up_only_figures_that_later_ones_can_be_compared_wit
     run = Record(board=Record(history=lines[:-1]), inputs=Record(rewards_since=1), evaluations_since=2)
     run.config = CONFIG
     run.epoch_metrics = {"reward/avg": 0.5}
-    first, second, third, fourth = loop.history(run, 3)
+    first, second, third, fourth = loop.comparable_epochs(run, 3)
     assert (first.reward, first.evaluation) == (None, None)
     assert (second.reward, second.evaluation) == (0.4, None)
     assert (third.reward, third.evaluation) == (0.4, 0.6)

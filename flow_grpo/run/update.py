@@ -1,7 +1,7 @@
-"""The update: the stored steps under the present policy, from the loss of a minibatch to an optimizer step, and the
-checks before it moves any weight."""
+"""The update: stored steps under the present policy, gradients, the optimizer's step, and the checks before it."""
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 from ml_collections import ConfigDict
@@ -21,14 +21,18 @@ from flow_grpo.weights import fsdp_utils, offload
 
 @torch.no_grad()
 def recompute_log_probs(run: Run, rollout: Rollout) -> None:
-    """As train.old_log_prob asks: replace the rollout's log-probs by the training forward's; log the difference."""
+    """Replace the rollout's log-probs and means by the training forward's, and log the difference, if
+    train.old_log_prob is "recompute"."""
     if run.config.train.old_log_prob == "rollout":
         return
-    stored, num_rows = rollout.log_probs.clone(), len(rollout.image_numbers) * rollout.num_steps
+    stored = rollout.log_probs.clone()
+    num_rows = len(rollout.image_numbers) * rollout.num_steps
     with run.board.timed("update"):
         for rows in torch.arange(num_rows).split(run.plan.batch_size):
             with run.exact():
                 step = recompute_steps(run, rollout.take(rows, num_rows))
+
+            # Views write into the rollout; the outcomes of a row share its mean.
             row_index = rows.to(stored.device)
             rollout.log_probs.view(num_rows, -1)[row_index] = step.log_prob.detach().view(len(rows), -1)
             rollout.means.flatten(0, 1)[row_index] = step.prev_sample_mean.detach()[:: rollout.num_outcomes]
@@ -38,7 +42,7 @@ def recompute_log_probs(run: Run, rollout: Rollout) -> None:
 
 
 def updates(run: Run, rollout: Rollout) -> Iterator[list[Minibatch]]:
-    """The minibatches of each optimizer step of the epoch, all inner epochs, under a progress bar."""
+    """Yield the minibatches of each optimizer step of the epoch, all inner epochs, under a progress bar."""
     train = run.config.train
     for inner_epoch in range(train.inner_epochs):
         shuffled = shuffled_updates(rollout, run.plan, run.config.seed, run.epoch, inner_epoch)
@@ -46,12 +50,12 @@ def updates(run: Run, rollout: Rollout) -> Iterator[list[Minibatch]]:
 
 
 def update_guidance(config: ConfigDict) -> float:
-    """The guidance scale of the policy's forwards in the update."""
+    """Return the guidance scale of the policy's forwards in the update."""
     return config.train.guidance_scale or config.sample.guidance_scale
 
 
 def reference_steps(run: Run, rows: Minibatch) -> SDEStep | None:
-    """The stored outcomes under the reference; None, and no forward, where train.beta is 0.
+    """Score the stored outcomes under the reference; None, without a forward, where train.beta is 0.
 
     Call it before `recompute_steps`: full weights are swapped in place, which no waiting graph would survive.
     """
@@ -63,29 +67,36 @@ def reference_steps(run: Run, rows: Minibatch) -> SDEStep | None:
 
 
 def recompute_steps(run: Run, rows: Minibatch, guidance_scale: float | None = None) -> SDEStep:
-    """Mean and log-prob of the stored outcomes under the policy that the transformer carries: one forward of R rows,
-    R * J log-probs.
+    """Score the stored outcomes under the policy that the transformer carries: one forward of R rows, R * J log-probs.
 
     An update's last minibatch may be smaller than a batch of the rollout. It is filled up with copies of its last row:
     kernels depend on the shape, and only in the rollout's shape does a row get the rollout's bits.
     """
-    size, outcomes, params = run.plan.batch_size, run.plan.num_branches, run.params
-    row = torch.arange(size, device=run.device).clamp(max=len(rows.timesteps) - 1)
-    latents, timesteps = rows.latents[row], rows.timesteps[row]
-    scale = update_guidance(run.config) if guidance_scale is None else guidance_scale
-    velocity = run.velocity(latents, timesteps, rows.condition.take(row), scale)
+    if guidance_scale is None:
+        guidance_scale = update_guidance(run.config)
+    row = torch.arange(run.plan.batch_size, device=run.device).clamp(max=len(rows.timesteps) - 1)
+    latents = rows.latents[row]
+    timesteps = rows.timesteps[row]
+    velocity = run.velocity(latents, timesteps, rows.condition.take(row), guidance_scale)
+
+    # The J outcomes of a row share its velocity.
+    outcomes = run.plan.num_branches
+    next_latents = rows.next_latents.unflatten(0, (-1, outcomes))[row].flatten(0, 1)
     if outcomes > 1:
-        latents, timesteps, velocity = (x.repeat_interleave(outcomes, 0) for x in (latents, timesteps, velocity))
+        latents = latents.repeat_interleave(outcomes, 0)
+        timesteps = timesteps.repeat_interleave(outcomes, 0)
+        velocity = velocity.repeat_interleave(outcomes, 0)
     step = sde_step_with_logprob(
         run.scheduler,
         velocity,
         timesteps,
         latents,
-        noise_level=params.noise_level,
-        sde_type=params.sde_type,
-        prev_sample=rows.next_latents.unflatten(0, (-1, outcomes))[row].flatten(0, 1),
+        noise_level=run.params.noise_level,
+        sde_type=run.params.sde_type,
+        prev_sample=next_latents,
     )
-    return SDEStep(*(part[: len(rows.log_probs)] for part in step))
+    num_scored = len(rows.log_probs)
+    return SDEStep(*(values[:num_scored] for values in step))
 
 
 @torch.no_grad()
@@ -97,7 +108,8 @@ def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor, b
         log_ratio: [R * J], the objective's own.
         beyond: [R * J] bool, rows outside of its trust region; None = ratios outside of train.clip_range.
     """
-    gap, clip_range = step.log_prob - rows.log_probs, run.config.train.clip_range
+    gap = step.log_prob - rows.log_probs
+    clip_range = run.config.train.clip_range
     ratio_statistics.add_to_meter(run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy, beyond=beyond)
     if run.on_policy:
         run.first_ratios.append(ratio_statistics.FirstRatios(log_ratio.detach(), rows.row_ids, rows.timesteps))
@@ -113,7 +125,9 @@ def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs) -> None:
     run.trained_rows.append(TrainedRows(loss.detach(), rows.row_ids))
     (loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
     run.meter.add(loss=loss)
-    if isinstance(rows, Minibatch):  # pairs have no advantages
+
+    # Pairs have no advantages.
+    if isinstance(rows, Minibatch):
         run.meter.add(advantage_abs_mean=rows.advantages.abs(), advantage_positive_share=rows.advantages > 0)
 
 
@@ -124,8 +138,10 @@ def optimizer_step(run: Run) -> None:
         _check_parity(run)
     parameters = run.parameters
     fsdp_utils.average_gradients(parameters)
+
+    # The norm is that of all ranks, so they decide alike.
     grad_norm = fsdp_utils.clip_grad_norm(parameters, run.config.train.max_grad_norm)
-    if not grad_norm.isfinite():  # of all ranks: they decide alike
+    if not grad_norm.isfinite():
         _raise_not_finite(run, grad_norm)
     move_weights(run)
     run.optimizer.zero_grad()
@@ -140,7 +156,7 @@ def optimizer_step(run: Run) -> None:
 
 
 def move_weights(run: Run) -> None:
-    """The optimizer's step, at the present rate."""
+    """Take the optimizer's step, at the present learning rate."""
     offloads = run.config.fsdp.offload == "optimizer"
     if offloads:
         offload.reload_optimizer_state(run.optimizer)
@@ -152,30 +168,31 @@ def move_weights(run: Run) -> None:
 
 
 def learning_rate(run: Run) -> float:
-    """The learning rate of the next update: the configured one, by its schedule and by what health.action left. The
-    schedule counts epochs, since those of a branch's parent may have had more updates, or fewer."""
-    config, train = run.config, run.config.train
+    """Return the learning rate of the next update: train.learning_rate, times its schedule's share, times the factor
+    that health.action may have lowered."""
+    train = run.config.train
     per_epoch = train.inner_epochs * train.updates_per_epoch
-    done, total = run.epoch * per_epoch + run.step - run.first_step, config.num_epochs * per_epoch
-    share = schedules.learning_rate_share(done, total, train.learning_rate_schedule, train.warmup_updates)
+
+    # Epochs are counted, not all updates: a branch's parent may have had more updates in each epoch, or fewer.
+    update = run.epoch * per_epoch + run.step - run.first_step
+    num_updates = run.config.num_epochs * per_epoch
+    share = schedules.learning_rate_share(update, num_updates, train.learning_rate_schedule, train.warmup_updates)
     return train.learning_rate * share * run.learning_rate_factor
 
 
 def _check_parity(run: Run) -> None:
-    """Where the first ratios of the epoch are further from 1 than train.parity_limit, all ranks end the run by a
-    ParityError, with the epochs before this one saved: nothing after it would be training."""
-    train, parts = run.config.train, run.first_ratios
-    if not parts:
+    """End the run on all ranks by a ParityError if the first ratios of the epoch are further from 1 than
+    train.parity_limit. The epochs before this one are saved; nothing after it would be training."""
+    train = run.config.train
+    if not run.first_ratios:
         return
-    run.first_ratios = []
-    log_ratios, row_ids, timesteps = map(torch.cat, zip(*parts))
+    log_ratios = torch.cat([part.log_ratios for part in run.first_ratios])
     problems = ratio_statistics.parity_problems(log_ratios, train.clip_range, train.parity_limit)
     if not problems:
+        run.first_ratios = []
         return
-    size, worst = log_ratios.abs().max(0)
-    row = worst.item() // run.plan.num_branches
-    step = (timesteps[row] - run.scheduler.timesteps).abs().argmin().item()
-    _, image, step = max(distributed.gather_objects([(size.item(), row_ids[row, 0].item(), step)]))
+    image, step = _place_of_largest(run, log_ratios)
+    run.first_ratios = []
     if run.epoch > run.saved_epoch:
         save.save(run)
     raise ratio_statistics.ParityError(
@@ -186,15 +203,26 @@ def _check_parity(run: Run) -> None:
     )
 
 
-def _raise_not_finite(run: Run, grad_norm: Tensor) -> None:
-    """Raises FloatingPointError with image and step of the first row whose loss is not finite, or for the gradient."""
+def _place_of_largest(run: Run, log_ratios: Tensor) -> tuple[int, int]:
+    """Global image and denoising step of the largest of all ranks' first log-ratios."""
+    row_ids = torch.cat([part.row_ids for part in run.first_ratios])
+    timesteps = torch.cat([part.timesteps for part in run.first_ratios])
+    size, outcome = log_ratios.abs().max(0)
+    row = outcome.item() // run.plan.num_branches
+    step = (timesteps[row] - run.scheduler.timesteps).abs().argmin().item()
+    _, image, step = max(distributed.gather_objects([(size.item(), row_ids[row, 0].item(), step)]))
+    return image, step
+
+
+def _raise_not_finite(run: Run, grad_norm: Tensor) -> NoReturn:
+    """Raise FloatingPointError with image and step of the first row whose loss is not finite, or for the gradient."""
     for part in run.trained_rows:
-        bad = (~part.loss.isfinite()).nonzero().flatten()
-        if len(bad):
-            image, step = part.row_id(bad[0])
+        outcomes = (~part.loss.isfinite()).nonzero().flatten()
+        if len(outcomes):
+            image, step = part.row_id(outcomes[0])
             raise FloatingPointError(
-                f"the loss is {part.loss[bad[0]].item()} for {_image_name(run, image)}, trained step {step}, in update "
-                f"{run.step + 1}{save.state_after_failure(run)}"
+                f"the loss is {part.loss[outcomes[0]].item()} for {_image_name(run, image)}, trained step {step}, in "
+                f"update {run.step + 1}{save.state_after_failure(run)}"
             )
     raise FloatingPointError(
         f"the gradient norm is {grad_norm.item()} in update {run.step + 1}{save.state_after_failure(run)}"
@@ -202,7 +230,7 @@ def _raise_not_finite(run: Run, grad_norm: Tensor) -> None:
 
 
 def _image_name(run: Run, image: int) -> str:
-    """An image of the epoch, by its global number and its prompt."""
-    plan, dataset = run.plan, run.train_prompts
-    picks = prompts.epoch_prompts(len(dataset), plan.num_groups, run.config.seed, run.epoch)
-    return f"image {image} ({quoted(dataset[picks[image // plan.group_size]].text)})"
+    """Name an image of the epoch by its global number and its prompt."""
+    picks = prompts.epoch_prompts(len(run.train_prompts), run.plan.num_groups, run.config.seed, run.epoch)
+    prompt = run.train_prompts[picks[image // run.plan.group_size]]
+    return f"image {image} ({quoted(prompt.text)})"
