@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from flow_grpo.command_line import terminal
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTER_FOLDERS = ("config", "scripts", "tools", "benchmarks", "tests")
 
@@ -27,21 +29,21 @@ KINDS = {
 # The most that each folder may have of each kind, in the order of KINDS. A folder that is not named may have none.
 LIMITS = {
     "config": (64, 0, 0, 0, 6),
-    "scripts": (32, 9, 2, 0, 17),
+    "scripts": (10, 3, 2, 0, 10),
     "tools": (40, 5, 1, 1, 18),
-    "benchmarks": (29, 1, 2, 2, 12),
-    "tests": (219, 29, 29, 16, 69),
+    "benchmarks": (21, 0, 1, 2, 9),
+    "tests": (117, 23, 23, 11, 67),
     "flow_grpo/algorithms": (0, 0, 0, 0, 0),
     "flow_grpo/base": (0, 0, 0, 0, 0),
     "flow_grpo/checkpoints": (0, 0, 0, 0, 0),
     "flow_grpo/command_line": (10, 0, 3, 1, 13),
     "flow_grpo/data": (0, 0, 0, 0, 0),
-    "flow_grpo/diffusers_patch": (40, 3, 1, 0, 27),
+    "flow_grpo/diffusers_patch": (0, 0, 0, 0, 0),
     "flow_grpo/evaluation": (0, 0, 0, 0, 0),
-    "flow_grpo/kernels": (3, 0, 0, 1, 7),
+    "flow_grpo/kernels": (0, 0, 0, 0, 0),
     "flow_grpo/monitoring": (0, 0, 0, 0, 0),
     "flow_grpo/reward_server": (6, 2, 0, 0, 3),
-    "flow_grpo/rewards": (19, 2, 1, 0, 23),
+    "flow_grpo/rewards": (0, 0, 0, 0, 0),
     "flow_grpo/run": (32, 1, 1, 1, 27),
     "flow_grpo/scoring": (0, 0, 0, 0, 0),
     "flow_grpo/settings": (7, 0, 0, 0, 20),
@@ -201,4 +203,5 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    terminal.protect()
     sys.exit(main(sys.argv[1:]))
