@@ -1,1 +1,1 @@
-"""The experiments. A file of your own imports them: `from config import grpo`; see docs/howto/own_config.md."""
+"""Experiments. A file of your own imports them: `from config import grpo`; see docs/howto/own_config.md."""

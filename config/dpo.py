@@ -13,12 +13,17 @@ def shapes_qwenimage_dpo():
     """Offline DPO on the shipped tiny model, from pairs of its own images; minutes on two CPU cores."""
     config = forward(default_config())
     config.preferences.path = "runs/preferences_shapes_qwenimage"
-    config.num_epochs, config.eval_freq, config.save_freq = 60, 20, 20
-    config.sample.batch_size, config.sample.flash_ratio = 64, 0.6
-    config.train.learning_rate, config.train.dpo_beta = 1e-4, 100.0
+    config.num_epochs = 60
+    config.eval_freq = 20
+    config.save_freq = 20
+    config.sample.batch_size = 64
+    config.sample.flash_ratio = 0.6
+    config.train.learning_rate = 1e-4
+    config.train.dpo_beta = 100.0
     config.train.updates_per_epoch = 4
     config.preferences.min_margin = 0.2
-    config.train.ema_decay, config.train.ema_interval = 0.95, 1
+    config.train.ema_decay = 0.95
+    config.train.ema_interval = 1
     return config
 
 
@@ -45,34 +50,49 @@ def edits_qwenimage_edit_dpo():
 
 
 def forward(config):
-    """What every run shares: 256 pairs, each of 8 images if a run makes them; settings of noisy steps stay at their
-    defaults, since nothing reads them."""
+    """Set what every run shares: 256 pairs, each of 8 images if a run makes them."""
     config.algorithm = DPO
+    # Nothing reads it: there are no noisy steps.
     config.sample.noise_level = default_config().sample.noise_level
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 256, 8
-    config.train.learning_rate, config.train.weight_decay = 1e-5, 0.0
+    config.sample.num_prompts_per_epoch = 256
+    config.sample.num_images_per_prompt = 8
+    config.train.learning_rate = 1e-5
+    config.train.weight_decay = 0.0
     return config
 
 
 def online(config):
     """Online DPO: pairs of images that the policy has just sampled; it becomes its own reference every 20 updates."""
+    # Pairs are sampled, not read.
     config.preferences.path = ""
     config.sample.num_prompts_per_epoch = 64
-    config.train.dpo_beta, config.train.reference_interval = 1000.0, 20
+    config.train.dpo_beta = 1000.0
+    config.train.reference_interval = 20
     return config
 
 
 def smoke(config):
     """The same algorithm in seconds: tiny model, two epochs, fewer steps; prepare with --max_rows=48."""
     config = variants.smoke(config)
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 8, 4
-    config.preferences.path += "_smoke" if config.preferences.path else ""
+    config.sample.num_prompts_per_epoch = 8
+    config.sample.num_images_per_prompt = 4
+    if config.preferences.path:
+        config.preferences.path += "_smoke"
+    # `variants.smoke` shortens a window, which DPO has not.
     config.sample.sde_window_range = default_config().sample.sde_window_range
     return config
 
 
-RUNS = (shapes_qwenimage_dpo, pickscore_qwenimage_dpo, pickscore_sd3_dpo, edits_qwenimage_edit_dpo)
-VARIANTS = (online, smoke)
+RUNS = (
+    shapes_qwenimage_dpo,
+    pickscore_qwenimage_dpo,
+    pickscore_sd3_dpo,
+    edits_qwenimage_edit_dpo,
+)
+VARIANTS = (
+    online,
+    smoke,
+)
 
 
 def get_config(name="shapes_qwenimage_dpo"):

@@ -18,15 +18,23 @@ def shapes_qwenimage_pr():
     """Per-step branch exploration on the shipped tiny model, minutes on two CPU cores."""
     config = default_config()
     config.algorithm = PR
-    config.num_epochs, config.eval_freq, config.save_freq = 28, 7, 7
-    config.sample.noise_level, config.sample.num_branches = 1.0, 6
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 72, 1
-    config.sample.batch_size, config.sample.completion_batch_size = 36, 128
-    config.sample.flash_ratio, config.sample.rollout_weights = 0.4, "merged"
-    config.train.learning_rate, config.train.updates_per_epoch = 2e-4, 12
+    config.num_epochs = 28
+    config.eval_freq = 7
+    config.save_freq = 7
+    config.sample.noise_level = 1.0
+    config.sample.num_branches = 6
+    config.sample.num_prompts_per_epoch = 72
+    config.sample.num_images_per_prompt = 1
+    config.sample.batch_size = 36
+    config.sample.completion_batch_size = 128
+    config.sample.flash_ratio = 0.4
+    config.sample.rollout_weights = "merged"
+    config.train.learning_rate = 2e-4
+    config.train.updates_per_epoch = 12
     config.train.step_weight = "sqrt3"
     config.train.timestep_fraction = 0.6
-    config.train.ema_decay, config.train.ema_interval = 0.93, 1
+    config.train.ema_decay = 0.93
+    config.train.ema_interval = 1
     return config
 
 
@@ -53,18 +61,23 @@ def pickscore_qwenimage_2512_pr():
 def pickscore_sd3():
     """Flow-GRPO on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, all steps but the last."""
     config = models.sd3()
-    config.compile, config.sample.sde_window_size = True, 0
-    config.train.beta = 0.0023  # the published 0.01 / 4.39: our KL is 4.39 times theirs, docs/algorithms/flow_grpo.md
+    config.compile = True
+    # 0 = noise in all steps but the last.
+    config.sample.sde_window_size = 0
+    # The published 0.01 / 4.39: our KL is 4.39 times theirs, docs/algorithms/flow_grpo.md.
+    config.train.beta = 0.0023
     return config
 
 
 def pickscore_sd3_fast():
-    """The same without guidance, in training and evaluation, with noise in 3 of the first 5 steps by Flow-CPS."""
+    """Flow-GRPO on SD3.5-medium without guidance, in evaluations too, with Flow-CPS in 3 of the first 5 steps."""
     config = pickscore_sd3()
     config.sample.guidance_scale = config.eval.guidance_scale = 1.0
-    config.sample.sde_type, config.sample.noise_level = "cps", 0.8
+    config.sample.sde_type = "cps"
+    config.sample.noise_level = 0.8
     config.sample.sde_window_size = 3
-    config.train.clip_range, config.train.beta = 1e-5, 0.0
+    config.train.clip_range = 1e-5
+    config.train.beta = 0.0
     return config
 
 
@@ -86,7 +99,8 @@ def pickscore_sd35_large_pr():
 def pickscore_flux():
     """Flow-GRPO on FLUX.1-dev, 512 px, published hyperparameters: 6 steps, guidance 3.5 as the model's input."""
     config = models.flux()
-    config.compile, config.sample.sde_window_size = True, 0
+    config.compile = True
+    config.sample.sde_window_size = 0
     return config
 
 
@@ -182,32 +196,43 @@ def editreward_qwenimage_edit_pr():
 def branching(config):
     """4 trunks per prompt, 6 branches at every step but the last."""
     config.algorithm = PR
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 16, 4, 4
-    config.sample.num_branches, config.sample.completion_batch_size = 6, 24
+    config.sample.num_prompts_per_epoch = 16
+    config.sample.num_images_per_prompt = 4
+    config.sample.batch_size = 4
+    config.sample.num_branches = 6
+    config.sample.completion_batch_size = 24
     config.compile = True
-    config.train.step_weight = "sqrt3"  # TempFlow-GRPO's code has constants instead: "mean_one" computes them
+    # TempFlow-GRPO's code has constants instead: "mean_one" computes them.
+    config.train.step_weight = "sqrt3"
     return config
 
 
 def long(config):
-    """For hundreds of epochs of the tiny model: all weights, and a learning rate that suits windows of few steps, or
-    branches, whose completions are then complete."""
-    config.lora.rank, config.sample.rollout_weights = 0, "exact"
+    """Hundreds of epochs of the tiny model: all weights, lower learning rates, and full completions of branches."""
+    config.lora.rank = 0
+    config.sample.rollout_weights = "exact"
     config.train.ema_interval = 1
     if config.sample.num_branches > 1:
+        # A completion takes all steps, as an evaluation does.
         config.sample.flash_ratio = 0.0
-        config.train.learning_rate, config.train.updates_per_epoch, config.train.ema_decay = 5e-5, 4, 0.995
+        config.train.learning_rate = 5e-5
+        config.train.updates_per_epoch = 4
+        config.train.ema_decay = 0.995
         return config
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 36, 8
+    config.sample.num_prompts_per_epoch = 36
+    config.sample.num_images_per_prompt = 8
     config.sample.batch_size = 36
-    config.train.learning_rate, config.train.updates_per_epoch, config.train.ema_decay = 3e-5, 4, 0.95
+    config.train.learning_rate = 3e-5
+    config.train.updates_per_epoch = 4
+    config.train.ema_decay = 0.95
     return config
 
 
 def mixgrpo(config):
     """MixGRPO (arXiv:2507.21802): a window of 4 steps moves on by one every 25 updates; train_*.py."""
     last = config.sample.num_steps - 2
-    config.sample.sde_window_size, config.sample.sde_window_range = min(4, last), (0, last)
+    config.sample.sde_window_size = min(4, last)
+    config.sample.sde_window_range = (0, last)
     config.sample.sde_window_interval = 25
     return config
 
@@ -219,53 +244,93 @@ def fast(config):
 
 
 def eight_bit_base(config):
-    """The frozen weights in 8 bits: half of their memory. Products are in 8 bits where no log-prob is computed, and use
-    a merged copy if the run merges."""
+    """Frozen weights in 8 bits: half of their memory.
+
+    Products are in 8 bits where no log-prob is computed, and use a merged copy if the run merges.
+    """
     config.base_precision = "fp8_weights"
+    # What was merged is merged again, in 8 bits.
     config.sample.rollout_weights = "merged_fp8" if "merged" in config.sample.rollout_weights else "fp8"
     return config
 
 
 def guard(config):
     """GRPO-Guard (arXiv:2510.22319), published hyperparameters."""
-    config.train.objective, config.train.clip_range = "guard", 4e-6
-    config.train.learning_rate, config.train.beta = 1e-4, 0.0
+    config.train.objective = "guard"
+    config.train.clip_range = 4e-6
+    config.train.learning_rate = 1e-4
+    config.train.beta = 0.0
     return config
 
 
 def dppo(config):
     """Flow-DPPO (arXiv:2606.11025): rows stop at a KL of their step (`train.kl_limit`) instead of at a ratio."""
-    config.train.objective, config.train.clip_range = "dppo", default_config().train.clip_range
+    # The clip range of the defaults: dppo does not read it.
+    config.train.objective = "dppo"
+    config.train.clip_range = default_config().train.clip_range
     return config
 
 
 def distill(config):
-    """On-policy distillation (arXiv:2306.13649): noise in all steps, and an adapter that learns from `train.teachers`;
-    train_*_distill.py."""
+    """On-policy distillation (arXiv:2306.13649): noise in all steps; an adapter learns from `train.teachers`."""
     defaults = default_config()
-    config.algorithm, config.sample.sde_window_size = DISTILL, 0
-    config.sample.sde_window_range = defaults.sample.sde_window_range  # there is no window
+    config.algorithm = DISTILL
+    config.sample.sde_window_size = 0
+    # There is no window, and some settings are read by other scripts only.
+    config.sample.sde_window_range = defaults.sample.sde_window_range
     config.sample.sde_window_interval = defaults.sample.sde_window_interval
     for key in ignored_by(DISTILL):
         config.update_from_flattened_dict({key: value_of(defaults, key)})
     config.sample.num_images_per_prompt = max(config.sample.num_images_per_prompt, 2)
-    config.health.epochs_without_signal = 0  # a student learns from images that score alike, too
+    # A student learns from images that score alike, too.
+    config.health.epochs_without_signal = 0
     return config
 
 
 RUNS = (
-    *(shapes_qwenimage, shapes_qwenimage_pr, pickscore_qwenimage, pickscore_qwenimage_pr),
-    *(pickscore_qwenimage_2512, pickscore_qwenimage_2512_pr),
-    *(pickscore_sd3, pickscore_sd3_fast, pickscore_sd3_pr, pickscore_sd35_large, pickscore_sd35_large_pr),
-    *(pickscore_flux, pickscore_flux_pr, pickscore_flux_schnell, pickscore_flux_schnell_pr),
-    *(pickscore_zimage, pickscore_zimage_pr, pickscore_zimage_turbo, pickscore_zimage_turbo_pr),
-    *(pickscore_flux2_klein, pickscore_flux2_klein_pr, pickscore_flux2_klein_9b, pickscore_flux2_klein_9b_pr),
-    *(pickscore_qwenimage_21, pickscore_qwenimage_21_pr),
-    *(edits_qwenimage_edit, edits_qwenimage_edit_pr, editreward_qwenimage_edit, editreward_qwenimage_edit_pr),
+    shapes_qwenimage,
+    shapes_qwenimage_pr,
+    pickscore_qwenimage,
+    pickscore_qwenimage_pr,
+    pickscore_qwenimage_2512,
+    pickscore_qwenimage_2512_pr,
+    pickscore_sd3,
+    pickscore_sd3_fast,
+    pickscore_sd3_pr,
+    pickscore_sd35_large,
+    pickscore_sd35_large_pr,
+    pickscore_flux,
+    pickscore_flux_pr,
+    pickscore_flux_schnell,
+    pickscore_flux_schnell_pr,
+    pickscore_zimage,
+    pickscore_zimage_pr,
+    pickscore_zimage_turbo,
+    pickscore_zimage_turbo_pr,
+    pickscore_flux2_klein,
+    pickscore_flux2_klein_pr,
+    pickscore_flux2_klein_9b,
+    pickscore_flux2_klein_9b_pr,
+    pickscore_qwenimage_21,
+    pickscore_qwenimage_21_pr,
+    edits_qwenimage_edit,
+    edits_qwenimage_edit_pr,
+    editreward_qwenimage_edit,
+    editreward_qwenimage_edit_pr,
 )
-VARIANTS = (  # in this order, whatever the command line's is
-    *(long, mixgrpo, variants.flash, fast, guard, dppo, variants.large_gpu, eight_bit_base, variants.four_bit_base),
-    *(distill, variants.smoke),
+# Variants are applied in this order, whatever order the command line has.
+VARIANTS = (
+    long,
+    mixgrpo,
+    variants.flash,
+    fast,
+    guard,
+    dppo,
+    variants.large_gpu,
+    eight_bit_base,
+    variants.four_bit_base,
+    distill,
+    variants.smoke,
 )
 
 

@@ -1,4 +1,4 @@
-"""What the runs of a model share, whatever their algorithm, and what other weights of the same model change."""
+"""Models: what the runs of one share, whatever their algorithm, and what other weights of the same model change."""
 
 from config import variants
 from flow_grpo.diffusers_patch import registry
@@ -6,27 +6,38 @@ from flow_grpo.settings.table import default_config
 
 
 def large(model):
-    """Of a published model: 512 px, bf16, PickScore, 32 prompts of 16 images."""
+    """Return the config of a published model: 512 px, bf16, PickScore, 32 prompts of 16 images."""
     config = default_config()
-    config.model, config.dataset, config.reward_fn = registry.hub_id(model), "dataset/pickscore", {"pickscore": 1.0}
-    config.height, config.width, config.text_tokens, config.vae_batch_size = 512, 512, 128, 8
+    config.model = registry.hub_id(model)
+    config.dataset = "dataset/pickscore"
+    config.reward_fn = {"pickscore": 1.0}
+    config.height = 512
+    config.width = 512
+    config.text_tokens = 128
+    config.vae_batch_size = 8
     config.precision = config.vae_precision = "bf16"
     config.fsdp.activation_checkpointing = 1.0
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 32, 16, 8
-    config.eval.batch_size, config.cache_dir = 8, "runs/cache"
+    config.sample.num_prompts_per_epoch = 32
+    config.sample.num_images_per_prompt = 16
+    config.sample.batch_size = 8
+    config.eval.batch_size = 8
+    # Text encoders run once: embeddings of all prompts are kept there for later runs.
+    config.cache_dir = "runs/cache"
     return config
 
 
 def compiled(config):
     """Compiled blocks; forwards without a log-prob see text padded to a multiple of 16 tokens."""
-    config.compile, config.sample.text_multiple = True, 16
+    config.compile = True
+    config.sample.text_multiple = 16
     return config
 
 
 def qwenimage():
     """The 20 B Qwen-Image."""
     config = large("qwenimage")
-    config.lora.rank, config.lora.alpha = 64, 128
+    config.lora.rank = 64
+    config.lora.alpha = 128
     config.sample.guidance_scale = config.eval.guidance_scale = 4.0
     config.sample.noise_level = 1.2
     config.eval.num_steps = 50
@@ -47,17 +58,23 @@ def qwenimage_21():
 
 
 def qwenimage_edit(config):
-    """Qwen-Image-Edit, with Qwen-Image's settings. A source takes about 200 tokens of text, and of the transformer as
-    many as an image of 1024 x 1024 pixels."""
-    config.model, config.dataset = registry.hub_id("qwenimage_edit"), "dataset/editing"
-    config.reward_fn, config.text_tokens = {"editreward": 1.0}, 512
+    """Qwen-Image-Edit, with Qwen-Image's settings.
+
+    A source takes about 200 tokens of text, and as many tokens of the transformer as an image of 1024 x 1024 pixels.
+    """
+    config.model = registry.hub_id("qwenimage_edit")
+    config.dataset = "dataset/editing"
+    config.reward_fn = {"editreward": 1.0}
+    config.text_tokens = 512
     return config
 
 
 def tiny_edit(config):
     """The tiny editing model and its task, in the place of the tiny Qwen-Image."""
-    config.model, config.dataset = registry.tiny_folder("qwenimage_edit"), "dataset/edits"
-    config.reward_fn, config.text_tokens = {"edits": 1.0}, variants.TASKS[config.model].text_tokens
+    config.model = registry.tiny_folder("qwenimage_edit")
+    config.dataset = "dataset/edits"
+    config.reward_fn = {"edits": 1.0}
+    config.text_tokens = variants.TASKS[config.model].text_tokens
     return config
 
 
@@ -66,7 +83,9 @@ def sd3():
     config = large("sd3")
     config.fsdp.activation_checkpointing = 0.0
     config.sample.guidance_scale = config.eval.guidance_scale = 4.5
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 48, 24, 12
+    config.sample.num_prompts_per_epoch = 48
+    config.sample.num_images_per_prompt = 24
+    config.sample.batch_size = 12
     config.eval.num_steps = 40
     return config
 
@@ -75,6 +94,7 @@ def sd35_large(config):
     """The 8 B SD3.5-large."""
     config.model = config.model.replace("-medium", "-large")
     config.fsdp.activation_checkpointing = 1.0
+    # A run without guidance stays without.
     if config.eval.guidance_scale > 1:
         config.sample.guidance_scale = config.eval.guidance_scale = 3.5
     config.eval.num_steps = 28
@@ -84,10 +104,14 @@ def sd35_large(config):
 def flux():
     """FLUX.1-dev: 48 prompts of 24 images and 6 steps, as published."""
     config = large("flux")
-    config.lora.rank, config.lora.alpha = 64, 128
+    config.lora.rank = 64
+    config.lora.alpha = 128
     config.sample.guidance_scale = config.eval.guidance_scale = 3.5
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt, config.sample.batch_size = 48, 24, 12
-    config.sample.num_steps, config.sample.noise_level = 6, 0.9
+    config.sample.num_prompts_per_epoch = 48
+    config.sample.num_images_per_prompt = 24
+    config.sample.batch_size = 12
+    config.sample.num_steps = 6
+    config.sample.noise_level = 0.9
     config.eval.num_steps = 28
     return config
 
@@ -101,10 +125,14 @@ def flux_schnell(config):
 
 
 def flux2_klein():
-    """The 4 B FLUX.2-klein: it was distilled to 4 steps without guidance. It sees the padding of its text, of which its
-    pipeline has 512 tokens; fewer are faster and other images."""
+    """The 4 B FLUX.2-klein: it was distilled to 4 steps without guidance.
+
+    It sees the padding of its text, of which its pipeline has 512 tokens; with fewer it is faster, and images are other
+    ones.
+    """
     config = large("flux2_klein")
-    config.compile, config.text_tokens = True, 512
+    config.compile = True
+    config.text_tokens = 512
     config.sample.num_steps = config.eval.num_steps = 4
     return config
 
@@ -118,7 +146,8 @@ def flux2_klein_9b(config):
 def zimage():
     """The 6 B Z-Image. It reads text in multiples of 32 tokens, and a guidance scale of 4 as other models read 5."""
     config = large("zimage")
-    config.compile, config.sample.text_multiple = True, 32
+    config.compile = True
+    config.sample.text_multiple = 32
     config.sample.guidance_scale = config.eval.guidance_scale = 4.0
     config.eval.num_steps = 50
     return config

@@ -14,16 +14,24 @@ from flow_grpo.settings.table import NFT, default_config
 def shapes_qwenimage_nft():
     """DiffusionNFT of all weights of the shipped tiny model, held to its guided base: `make demo`."""
     config = forward(default_config())
-    config.num_epochs, config.eval_freq, config.save_freq = 28, 7, 7
+    config.num_epochs = 28
+    config.eval_freq = 7
+    config.save_freq = 7
+    # All weights are trained, no adapter.
     config.lora.rank = 0
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = 36, 8
+    config.sample.num_prompts_per_epoch = 36
+    config.sample.num_images_per_prompt = 8
     config.sample.batch_size = 36
     config.sample.flash_ratio = 0.6
-    config.train.learning_rate, config.train.updates_per_epoch = 2e-4, 1
-    config.train.beta, config.train.reference_guidance_scale = 0.5, 3.0
+    config.train.learning_rate = 2e-4
+    config.train.updates_per_epoch = 1
+    config.train.beta = 0.5
+    # The reference is guided and the rollout is not: the policy learns to draw without guidance what it draws with it.
+    config.train.reference_guidance_scale = 3.0
     config.train.shared_noise = True
     config.train.timestep_fraction = 0.3
-    config.train.ema_decay, config.train.ema_interval = 0.95, 1
+    config.train.ema_decay = 0.95
+    config.train.ema_interval = 1
     return config
 
 
@@ -52,6 +60,7 @@ def pickscore_sd35_large_nft():
 def pickscore_flux_nft():
     """DiffusionNFT on FLUX.1-dev, 512 px; its guidance is an input, not a second forward, and stays at 3.5."""
     config = forward(models.flux())
+    # An input of the transformer, which was never trained without it.
     config.sample.guidance_scale = config.eval.guidance_scale = 3.5
     config.sample.num_steps = 10
     return config
@@ -65,6 +74,7 @@ def pickscore_flux_schnell_nft():
 def pickscore_zimage_nft():
     """DiffusionNFT on Z-Image, 512 px, without guidance."""
     config = forward(models.zimage())
+    # Z-Image's scale begins at 0 where that of other models begins at 1.
     config.sample.guidance_scale = config.eval.guidance_scale = 0.0
     return config
 
@@ -102,9 +112,11 @@ def editreward_qwenimage_edit_nft():
 
 
 def forward(config):
-    """What every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std."""
-    config.algorithm, config.sample.sde_window_size = NFT, 0
-    config.sample.noise_level = default_config().sample.noise_level  # nothing reads it
+    """Set what every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std."""
+    config.algorithm = NFT
+    config.sample.sde_window_size = 0
+    # Nothing reads it: there are no noisy steps.
+    config.sample.noise_level = default_config().sample.noise_level
     config.sample.guidance_scale = config.eval.guidance_scale = 1.0
     config.sample.global_std = True
     config.train.beta = 1e-4
@@ -112,49 +124,75 @@ def forward(config):
 
 
 def long(config):
-    """For more than 100 epochs: flow matching on the run's own images, and a higher rate."""
+    """More than 100 epochs: flow matching on the run's own images, and a higher learning rate."""
     config.train.flow_matching_weight = 0.1
-    config.train.learning_rate, config.train.beta = 5e-4, 0.25
+    config.train.learning_rate = 5e-4
+    config.train.beta = 0.25
     return config
 
 
 def awm(config):
     """AWM (arXiv:2509.25050): PPO's clip of flow matching errors on the rollout's images, in two updates or more."""
-    config.train.forward_objective, config.train.clip_range = "awm", 1e-2
+    config.train.forward_objective = "awm"
+    config.train.clip_range = 1e-2
     config.train.old_decay_schedule = 0.0
+    # In the first update every ratio is 1, and there is nothing to clip.
     config.train.updates_per_epoch = max(config.train.updates_per_epoch, 2)
     return config
 
 
 def dgpo(config):
     """DGPO (arXiv:2510.08425): a group at one noise and level is a preference. Forwards hold whole groups."""
-    config.train.forward_objective, config.train.clip_range = "dgpo", 1e-2
-    config.train.shared_noise, config.train.updates_per_epoch = True, 1
+    config.train.forward_objective = "dgpo"
+    config.train.clip_range = 1e-2
+    config.train.shared_noise = True
+    config.train.updates_per_epoch = 1
+    # Whole groups, and whole batches of the rollout.
     config.sample.batch_size = math.lcm(config.sample.batch_size, config.sample.num_images_per_prompt)
     return config
 
 
 def elbo(config):
     """The policy gradient of the final image's ELBO (arXiv:2602.04663), held to the old policy."""
-    config.train.forward_objective, config.train.updates_per_epoch = "elbo", 1
+    config.train.forward_objective = "elbo"
+    config.train.updates_per_epoch = 1
     return config
 
 
 def eight_bit_base(config):
-    """The frozen weights in 8 bits. All products are exact, since the loss learns from the images themselves."""
-    config.base_precision, config.sample.rollout_weights = "fp8_weights", "exact"
+    """Frozen weights in 8 bits. All products are exact, since the loss learns from the images themselves."""
+    config.base_precision = "fp8_weights"
+    config.sample.rollout_weights = "exact"
     return config
 
 
 RUNS = (
-    *(shapes_qwenimage_nft, pickscore_qwenimage_nft, pickscore_qwenimage_2512_nft),
-    *(pickscore_sd3_nft, pickscore_sd35_large_nft, pickscore_flux_nft, pickscore_flux_schnell_nft),
-    *(pickscore_zimage_nft, pickscore_zimage_turbo_nft),
-    *(pickscore_flux2_klein_nft, pickscore_flux2_klein_9b_nft),
-    *(pickscore_qwenimage_21_nft, edits_qwenimage_edit_nft, editreward_qwenimage_edit_nft),
+    shapes_qwenimage_nft,
+    pickscore_qwenimage_nft,
+    pickscore_qwenimage_2512_nft,
+    pickscore_sd3_nft,
+    pickscore_sd35_large_nft,
+    pickscore_flux_nft,
+    pickscore_flux_schnell_nft,
+    pickscore_zimage_nft,
+    pickscore_zimage_turbo_nft,
+    pickscore_flux2_klein_nft,
+    pickscore_flux2_klein_9b_nft,
+    pickscore_qwenimage_21_nft,
+    edits_qwenimage_edit_nft,
+    editreward_qwenimage_edit_nft,
 )
-BASES = eight_bit_base, variants.four_bit_base
-VARIANTS = (long, awm, variants.flash, variants.large_gpu, *BASES, dgpo, elbo, variants.smoke)
+VARIANTS = (
+    long,
+    awm,
+    variants.flash,
+    variants.large_gpu,
+    eight_bit_base,
+    variants.four_bit_base,
+    dgpo,
+    elbo,
+    variants.smoke,
+)
 
 
 def get_config(name="shapes_qwenimage_nft"):
