@@ -17,25 +17,27 @@ from flow_grpo.command_line import command_line
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = command_line.parser(__doc__)
-    parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("--repo", required=True, help="USER/NAME")
-    parser.add_argument("--weights", choices=["best", "last"], default="best")
-    parser.add_argument("--private", action="store_true", help="only you can see a repository that is made")
-    parser.add_argument("--dry-run", action="store_true", help="list what would be uploaded; no connection")
-    return parser
+    """Return the parser of the flags."""
+    flags = command_line.parser(__doc__)
+    flags.add_argument("run", type=Path, help="a run's folder")
+    flags.add_argument("--repo", required=True, help="USER/NAME")
+    flags.add_argument("--weights", choices=["best", "last"], default="best")
+    flags.add_argument("--private", action="store_true", help="only you can see a repository that is made")
+    flags.add_argument("--dry-run", action="store_true", help="list what would be uploaded; no connection")
+    return flags
 
 
-def check_words(args: argparse.Namespace) -> None:
-    """Raises UserError for what is no folder, or no name on the hub."""
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for a folder that is not there, or a name that is none on the hub."""
     if not args.run.is_dir():
         raise UserError(f"there is no folder {args.run}")
     if not locations.HUB_ID.fullmatch(args.repo):
         raise UserError(f"--repo is {args.repo!r}; it must be USER/NAME")
 
 
-if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
-    args = command_line.arguments(parser(), check_words)
+# Before torch is imported, so that --help and mistakes are answered at once.
+if __name__ == "__main__":
+    args = command_line.arguments(parser(), check_flags)
 
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
@@ -49,35 +51,40 @@ PATTERNS = ("README.md", "*.png", lora_files.FILE, "transformer/*")
 
 
 def chosen_folder(run_folder: Path, weights: str) -> Path:
-    """Raises UserError for what is no run, or has no such weights."""
+    """Return the folder of a run's best or last weights. Raise UserError if it is no run, or has no such weights."""
     if not policies_to_compare.is_run(run_folder):
         raise UserError(f"{run_folder} is no run's folder: it has no config.json and metrics.jsonl")
     candidate = policies_to_compare.find_candidate(str(run_folder), None, weights)
     return candidate.lora or candidate.transformer.parent
 
 
-def check(folder: Path) -> None:
-    """Raises UserError for weights that are not those that were written, or not finite."""
+def check_weights(folder: Path) -> None:
+    """Raise UserError for weights that are not those that were written, or not finite."""
     if (folder / lora_files.FILE).is_file():
         lora_files.check_adapter(folder)
         return
     checksums.check_files(folder)
     for file in sorted((folder / "transformer").glob("*.safetensors")):
-        if problem := finite.problem_of_tensors(load_file(file)):
+        problem = finite.problem_of_tensors(load_file(file))
+        if problem:
             raise UserError(f"{file} is not uploaded: {problem}")
 
 
-def files_of(folder: Path) -> list[Path]:
-    """What is uploaded."""
-    return sorted(path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file())
+def files_to_upload(folder: Path) -> list[Path]:
+    """Return the weights, the card and its pictures."""
+    files = []
+    for pattern in PATTERNS:
+        files += [path for path in folder.glob(pattern) if path.is_file()]
+    return sorted(files)
 
 
 def main(args: argparse.Namespace, hub: HfApi) -> None:
+    """Write the model card, list the files and upload them."""
     folder = chosen_folder(args.run, args.weights)
-    check(folder)
+    check_weights(folder)
     for notice in model_card.write_cards(args.run, args.repo):
         print(notice)
-    files = files_of(folder)
+    files = files_to_upload(folder)
     for file in files:
         print(f"{file.stat().st_size:>14,}  {file.relative_to(folder)}")
     if args.dry_run:
@@ -87,7 +94,8 @@ def main(args: argparse.Namespace, hub: HfApi) -> None:
     try:
         address = hub.create_repo(args.repo, private=args.private, exist_ok=True)
         hub.upload_folder(repo_id=args.repo, folder_path=folder, allow_patterns=names, commit_message=args.run.name)
-    except Exception as error:  # of the connection, of the hub or of its client, whose errors have no class in common
+    # Errors of the connection, of the hub and of its client have no class in common.
+    except Exception as error:
         raise UserError(f"{args.repo}: the hub has not taken the files: {in_one_line(error)}") from error
     print(f"uploaded to {address}")
 

@@ -13,12 +13,13 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.command_line import command_line
 from flow_grpo.rewards.clients.client import read_token
 
-THIS_MACHINE = "127.0.0.1", "localhost", "::1"  # values of --host with which no other machine can connect
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1")  # values of --host with which no other machine can connect
 
 
-def parser():
-    parser = command_line.parser(__doc__)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags."""
+    flags = command_line.parser(__doc__)
+    add = flags.add_argument
     add("name", help="a file of flow_grpo/rewards, or of a folder in FLOW_GRPO_REWARDS")
     add("--port", type=int, default=18087, help="0 = any that is free; default %(default)s")
     add("--host", default="127.0.0.1", help="who may connect; 0.0.0.0 or :: = everyone; default %(default)s")
@@ -26,11 +27,11 @@ def parser():
     add("--without-token", action="store_true", help="other machines may connect without one")
     add("--device", default="", help="default: cuda:0 where there is one")
     add("--options", type=json.loads, default={}, help="of the reward's load(), as JSON")
-    return parser
+    return flags
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raises UserError for what a user can mend and can be known without importing torch."""
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for flags that cannot be, as far as that is known without torch."""
     rewards.check_reward_name(args.name, "serve_reward.py")
     if not 0 <= args.port < 2**16:
         raise UserError(f"--port is {args.port}; it may be 0 to 65535")
@@ -41,8 +42,9 @@ def check(args: argparse.Namespace) -> None:
         )
 
 
-if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
-    args = command_line.arguments(parser(), check)
+# Before torch is imported, so that --help and mistakes are answered at once.
+if __name__ == "__main__":
+    args = command_line.arguments(parser(), check_flags)
 
 import asyncio
 from contextlib import suppress
@@ -56,8 +58,10 @@ from flow_grpo.rewards.scores import check_device
 
 
 def main(args: argparse.Namespace) -> None:
-    """Load the reward, print the server's address, serve until stopped. Raises UserError for a device that is not
-    there or an option that the reward does not take, before it is loaded."""
+    """Load the reward, print the server's address, serve until stopped.
+
+    Raise UserError for a device that is not there or an option that the reward does not take, before it is loaded.
+    """
     device = args.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     check_device(device, "--device")
     rewards.check_options(args.name, args.options)

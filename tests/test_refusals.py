@@ -311,7 +311,7 @@ SERVING = [
 def test_what_serve_reward_refuses():
     def start(words):
         args = serve_reward.parser().parse_args(words.split())
-        serve_reward.check(args)
+        serve_reward.check_flags(args)
         serve_reward.main(args)
 
     assert_refused([(words, lambda words=words: start(words), says) for words, *says in SERVING])

@@ -606,4 +606,4 @@ def test_an_ipv6_address_is_announced_as_one_that_can_be_connected_to():
 def test_no_token_is_needed_where_nobody_else_can_connect(monkeypatch):
     for host, token in (("127.0.0.1", ""), ("::1", ""), ("::", "sesame")):  # without: a row of test_refusals.py
         monkeypatch.setenv("REWARD_TOKEN", token)
-        serve_reward.check(serve_reward.parser().parse_args(["shapes", "--host", host]))
+        serve_reward.check_flags(serve_reward.parser().parse_args(["shapes", "--host", host]))

@@ -1,1 +1,1 @@
-"""Any reward behind HTTP."""
+"""Server of a reward over HTTP."""

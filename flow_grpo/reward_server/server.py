@@ -1,4 +1,4 @@
-"""A reward file as a server: POST /score, GET /health. See wire.py for what is sent.
+"""Server of a reward file: POST /score and GET /health. The wire format is in flow_grpo/rewards/clients/wire.py.
 
 A request that is repeated (same Idempotency-Key) gets the first one's answer.
 """
@@ -17,45 +17,57 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from torch import Tensor
 
-from flow_grpo.reward_server.requests import Limits, Memory, read_job
+from flow_grpo.reward_server.requests import Job, Limits, Memory, read_job
 from flow_grpo.rewards.clients.client import RETRY_S
 from flow_grpo.rewards.clients.threads import Threads
 from flow_grpo.rewards.scores import scores_of
 
 REMEMBERED = 4096  # answers
 DECODERS = 2  # threads that decode images
-KEEP_ALIVE_S = 10  # of a connection without a request; longer than clients keep one
-GRACE_S = 3  # for what is being scored when the server is stopped
+KEEP_ALIVE_S = 10  # time that a connection without a request stays; longer than clients keep one
+GRACE_S = 3  # time that a request which is being scored has when the server is stopped
 
 
 class Rewarder:
-    """The server of one reward: the thread that scores requests in their order, and the endpoints."""
+    """Endpoints of one reward's server, and the thread that scores requests in the order in which they come."""
 
     def __init__(self, name: str, score: Callable, limits: Limits, token: str):
-        self.name, self.score, self.limits, self.token = name, score, limits, token.encode()
-        self.memory, self.thread, self.decoders = Memory(limits.max_memory_bytes), Threads(1), Threads(DECODERS)
-        self.answers = OrderedDict()  # Idempotency-Key -> its scores
+        self.name = name
+        self.score = score
+        self.limits = limits
+        self.token = token.encode()
+        self.memory = Memory(limits.max_memory_bytes)
+        self.thread = Threads(1)
+        self.decoders = Threads(DECODERS)
+        self.answers = OrderedDict()  # Idempotency-Key -> future scores
 
-    def _scores(self, images: list[Tensor], *rows: list) -> dict[str, list[float]]:
-        scores = scores_of(self.name, self.score, torch.stack(images), *rows)
+    def _scores(self, job: Job) -> dict[str, list[float]]:
+        """Return the scores of a job, in the scoring thread."""
+        images = torch.stack(job.images)
+        scores = scores_of(self.name, self.score, images, job.prompts, job.metadata, job.sources)
         return {name: values.tolist() for name, values in scores.items()}
 
     def is_allowed(self, request: Request) -> bool:
+        """Return whether a request bears the token, if there is one."""
         header = request.headers.get("authorization", "").encode("latin-1")
+        # A comparison that takes as long for every wrong token.
         return not self.token or hmac.compare_digest(header, b"Bearer " + self.token)
 
     async def post_score(self, request: Request) -> JSONResponse:
+        """Answer POST /score."""
         if not self.is_allowed(request):
             raise HTTPException(401, "wrong or no token")
-        key = request.headers.get("idempotency-key") or None  # an empty one is none
+        # An empty key is none.
+        key = request.headers.get("idempotency-key") or None
         answer = self.answers.get(key) or await self._enter(request)
         if key is not None:
             self.answers[key] = answer
         try:
+            # A client that leaves does not end the scoring, for whose result it may ask again.
             return JSONResponse({"scores": await asyncio.shield(answer)})
-        except ValueError as error:  # the reward refuses the input: trying again would not help
+        # The reward refuses the input, and would do so again.
+        except ValueError as error:
             raise HTTPException(422, str(error)) from error
         except asyncio.CancelledError as error:
             raise HTTPException(503, "the server is stopping") from error
@@ -67,29 +79,32 @@ class Rewarder:
                 self.answers.popitem(last=False)
 
     async def _enter(self, request: Request) -> asyncio.Future:
-        """Put a request into the line; it holds memory until it has its scores."""
+        """Put a request in the line and return its future scores. It holds memory until it has them."""
         try:
             job = await read_job(request, self.limits, self.memory, self.decoders)
         except BaseException:
             self.memory.release(request)
             raise
-        scores = asyncio.wrap_future(self.thread.submit(self._scores, *job))
+        scores = asyncio.wrap_future(self.thread.submit(self._scores, job))
         scores.add_done_callback(lambda _: self.memory.release(request))
         return scores
 
     async def get_health(self, request: Request) -> JSONResponse:
+        """Answer GET /health, which needs no token."""
         return JSONResponse({"status": "ok", "waiting": len(self.memory.taken), "allowed": self.is_allowed(request)})
 
 
 def make_app(name: str, score: Callable, limits: Limits, token: str = "") -> Starlette:
-    """The server of one reward, whose `score` is loaded; `token` is what a request must bear, "" = nothing."""
-    served = Rewarder(name, score, limits, token)
-    routes = [Route("/score", served.post_score, methods=["POST"]), Route("/health", served.get_health)]
-    return Starlette(routes=routes)
+    """Return the server of one reward, whose `score` is loaded; requests must bear the token, "" = none."""
+    rewarder = Rewarder(name, score, limits, token)
+    score_route = Route("/score", rewarder.post_score, methods=["POST"])
+    health_route = Route("/health", rewarder.get_health)
+    return Starlette(routes=[score_route, health_route])
 
 
 def announce(name: str, url: str) -> None:
-    """Who started this server reads its address from the first line."""
+    """Print a server's address in the first line, for who started it, and how a run uses it."""
+    # An address that listens everywhere is none that another machine can ask for.
     reachable = url.replace("0.0.0.0", socket.gethostname()).replace("[::]", socket.gethostname())
     setting = f"--config.reward_fn.{name}=1 --config.reward.args.{name}.url={reachable}"
     sys.stdout.write(
@@ -110,7 +125,9 @@ async def listen(app: Starlette, host: str, port: int, announce: Callable[[str],
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
-    listener, server = config.bind_socket(), uvicorn.Server(config)
+    listener = config.bind_socket()
     listener.listen(socket.SOMAXCONN)
-    announce(f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}")
-    await server.serve(sockets=[listener])
+    # IPv6 addresses stand in brackets.
+    name = f"[{host}]" if ":" in host else host
+    announce(f"http://{name}:{listener.getsockname()[1]}")
+    await uvicorn.Server(config).serve(sockets=[listener])
