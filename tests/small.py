@@ -108,6 +108,8 @@ def command_of(name, output_dir, **overrides):
     """The command of a run like `train`'s, for a process of its own."""
     script = name.split(",")[0].replace("shapes", "scripts/train") + ".py"
     how = FEW | (dict(sample__num_branches=3) if "_pr" in name else {}) | dict(output_dir=output_dir) | overrides
+    if how.get("lora__rank") == 0:
+        how.pop("lora__alpha")  # which a command line with full weights does not take
     flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
     return [script, f"--config={file_of(name)}:{name},smoke", *flags]
 
