@@ -1,11 +1,13 @@
 """Commands as forks of one process that has imported everything, which saves each of them six seconds of start. Each
 still is the `__main__` of a process of its own. A real start, by torchrun, is in test_ranks.py."""
 
+import contextlib
 import faulthandler
 import functools
 import logging
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -102,12 +104,19 @@ def run(command, env=None, timeout_s=300.0, cwd=ROOT):
     return Started(command, env, cwd).done(timeout_s)
 
 
+def free_port():
+    """A port that nobody listens on. The system gives those above 32768 to any connection, perhaps before the ranks
+    are there."""
+    while True:
+        port = random.SystemRandom().randrange(10000, 32000)
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+
+
 def torchrun(command, env=None, num_ranks=2, timeout_s=300.0):
     """Run it on ranks, to the end of all; their results. A rank that fails leaves the others waiting, so they go."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
     env = dict(os.environ if env is None else env) | world
     ranks = [Started(command, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
     end = time.monotonic() + timeout_s
