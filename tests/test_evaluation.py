@@ -28,7 +28,7 @@ from flow_grpo.diffusers_patch import registry
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare, variety
 from flow_grpo.monitoring import run_history
 from flow_grpo.run import save
-from flow_grpo.run.evaluate import due, remaining
+from flow_grpo.run.evaluate import due_kinds, remaining_kinds
 from flow_grpo.settings.table import default_config
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
@@ -116,10 +116,10 @@ def test_held_out_figures_of_an_end_stay_unless_they_are_made_again():
     config.eval_freq = 2
     config.num_epochs = 9
     run = SimpleNamespace(config=config, best_evaluation=None, epoch=3)
-    assert remaining(run) == {"validation"}
+    assert remaining_kinds(run) == {"validation"}
     for epoch in (4, 9):
         run.epoch = epoch
-        assert remaining(run) == set()
+        assert remaining_kinds(run) == set()
 
 
 def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):
@@ -171,8 +171,8 @@ def test_a_test_is_due_before_the_first_epoch_after_the_last_and_as_often_as_the
     config = default_config()
     for config.eval_freq, config.eval.test_freq, kinds in ((2, 0, {"eval"}), (2, 2, {"eval", "test"}), (0, 1, None)):
         both = set() if kinds is None else {"eval", "test"}
-        assert [due(config, epoch) for epoch in range(3)] == [both, set(), kinds or set()]
-        assert due(config, 3, last=True) == both
+        assert [due_kinds(config, epoch) for epoch in range(3)] == [both, set(), kinds or set()]
+        assert due_kinds(config, 3, last=True) == both
 
 
 def test_a_run_is_evaluated_by_its_own_settings(tmp_path):

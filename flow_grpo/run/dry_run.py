@@ -1,4 +1,4 @@
-"""What a run would be, said without loading the weights that it trains: --dry_run."""
+"""Dry run: describe a run without loading the weights that it would train."""
 
 import math
 
@@ -17,8 +17,12 @@ from flow_grpo.run import measured
 from flow_grpo.weights import policies
 
 PAGE = "docs/reference/will_it_fit.md"
-MOST_DIFFERENCES = 5  # from a measured run that are listed
-HEADER_BYTES = 600  # of a file of the cache, at most
+
+# Differences from a measured run that are listed.
+MOST_DIFFERENCES = 5
+
+# Of a file of the cache, at most.
+HEADER_BYTES = 600
 GB = 1e9
 
 
@@ -31,7 +35,7 @@ def describe(
     num_extra: int,
     guided: bool,
 ) -> str:
-    """Lines.
+    """Return the lines that --dry_run prints.
 
     Args:
         plan: for config.dry_run GPUs.
@@ -39,14 +43,24 @@ def describe(
         num_extra: number of policies that the script keeps beside the trained one.
         guided: whether negative prompts are encoded, too.
     """
-    lines = [*_epochs(config, plan), *evaluations(config, evaluated), gpu(config, plan)]
-    lines += [*_memory(config, family, num_extra), _cache(config, family, train, evaluated, guided)]
-    lines += [_licence(config.model), overlap(train, evaluated), checks.caution(config)]
-    return "\n".join(filter(None, lines))
+    lines = [
+        *_epochs(config, plan),
+        *evaluations(config, evaluated),
+        gpu(config, plan),
+        *_memory(config, family, num_extra),
+        _cache(config, family, train, evaluated, guided),
+        _licence(config.model),
+        overlap(train, evaluated),
+        checks.caution(config),
+    ]
+    return "\n".join(line for line in lines if line)
 
 
 def _epochs(config: ConfigDict, plan: BatchPlan) -> list[str]:
-    branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches" if plan.num_branches > 1 else ""
+    """Lines about images and updates, of an epoch and of the run."""
+    branches = ""
+    if plan.num_branches > 1:
+        branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches"
     updates = plan.updates_per_epoch * config.train.inner_epochs
     rows = plan.num_groups * plan.group_size * plan.num_trained_steps // plan.updates_per_epoch
     return [
@@ -59,30 +73,33 @@ def _epochs(config: ConfigDict, plan: BatchPlan) -> list[str]:
 
 
 def evaluations(config: ConfigDict, evaluated: list[Split]) -> list[str]:
-    """A line of the prompts that choose the best policy, and one of the test prompts where these are others."""
+    """Lines about the prompts that choose the best policy, and about the test prompts if these are others."""
     if not checks.evaluates(config):
         return ["no evaluation: eval_freq or eval.num_prompts is 0"]
-    noises, steps = config.eval.noises_per_prompt, config.eval.num_steps
-    tests = (
-        f"every {config.eval.test_freq} epochs" if config.eval.test_freq else "before the first epoch and at the end"
-    )
+    noises = config.eval.noises_per_prompt
+    steps = config.eval.num_steps
+    choosing_times = f"every {config.eval_freq} epochs"
+    test_times = "before the first epoch and at the end"
+    if config.eval.test_freq:
+        test_times = f"every {config.eval.test_freq} epochs"
     lines = []
-    for split, times in zip(evaluated, (f"every {config.eval_freq} epochs", tests)):
+    for split, times in zip(evaluated, (choosing_times, test_times)):
         count = len(part_of(split, config).prompts)
         lines.append(f"an evaluation {times}: {count} {split.name} prompts x {noises} noises x {steps} steps")
     return lines
 
 
 def gpu(config: ConfigDict, plan: BatchPlan) -> str:
-    """Measured memory and speed, where they hold for every setting; else that there are none, and why."""
-    found = measured.closest(config)
-    if found is None:
+    """Return measured memory and speed, if they hold for every setting; else that there are none, and why."""
+    closest = measured.closest(config)
+    if closest is None:
         return f"GPU: this run was not measured; {PAGE} has others"
-    row, differences = found
+    row, differences = closest
     if differences:
+        changes = ", ".join(differences[:MOST_DIFFERENCES])
         left_out = len(differences) - MOST_DIFFERENCES
-        more = f" and {left_out} more" if left_out > 0 else ""
-        changes = f"{', '.join(differences[:MOST_DIFFERENCES])}{more}"
+        if left_out > 0:
+            changes += f" and {left_out} more"
         settings = "".join(f" {key}={value}" for key, value in row.settings.items())
         return f"GPU: this run was not measured: it is {row.run}{settings} ({PAGE}) with {changes}"
     if row.images_per_s is None:
@@ -95,11 +112,16 @@ def gpu(config: ConfigDict, plan: BatchPlan) -> str:
 
 
 def _memory(config: ConfigDict, family: type[FlowModel], num_extra: int) -> list[str]:
+    """Lines about the number of weights, and about the space that checkpoints take."""
     transformer = family.empty_transformer(config.model)
-    num_weights = sum(p.numel() for p in transformer.parameters())
+    num_weights = sum(weight.numel() for weight in transformer.parameters())
     policies.attach(transformer, config.lora, policies.targets(config.lora, family))
-    num_trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
-    checkpoint, disk = stored_bytes(config, 4 * num_trained, num_extra)
+    num_trained = sum(weight.numel() for weight in transformer.parameters() if weight.requires_grad)
+
+    # In float32.
+    policy_bytes = 4 * num_trained
+    checkpoint = checkpoint_bytes(config, policy_bytes, num_extra)
+    disk = disk_bytes(config, policy_bytes, num_extra)
     return [
         f"transformer: {num_weights / 1e9:.3g} billion weights; {num_trained / 1e6:,.4g} million are trained",
         f"checkpoints: {checkpoint / GB:.2g} GB each, {disk / GB:.2g} GB while one is written, the best and the last "
@@ -107,29 +129,41 @@ def _memory(config: ConfigDict, family: type[FlowModel], num_extra: int) -> list
     ]
 
 
-def stored_bytes(config: ConfigDict, policy: int, num_extra: int) -> tuple[int, int]:
-    """Bytes of a checkpoint, and of all that is on the disk while one is written.
+def _state_bytes(config: ConfigDict, policy_bytes: int, num_extra: int) -> int:
+    """Bytes of a training state: weights, their two moments and their average, the policies that the script keeps, and
+    the reference if it moves."""
+    copies = 4 + num_extra
+    if config.train.reference_interval:
+        copies += 1
+    return copies * policy_bytes
+
+
+def checkpoint_bytes(config: ConfigDict, policy_bytes: int, num_extra: int) -> int:
+    """Return the bytes of a checkpoint: a training state, and with an adapter its LoRA file.
 
     Args:
-        policy: bytes of what is trained, in float32.
+        policy_bytes: bytes of the trained weights, in float32.
         num_extra: number of policies that the script keeps beside the trained one.
     """
-    copies = 4 + num_extra  # weights, two moments, their average, and the script's own policies
-    if config.train.reference_interval:
-        copies += 1  # the reference that moves
-    state = copies * policy
-    checkpoint, best = state, policy
-    if config.lora.rank:
-        checkpoint += policy  # the LoRA beside them
+    state = _state_bytes(config, policy_bytes, num_extra)
+    return state + policy_bytes if config.lora.rank else state
+
+
+def disk_bytes(config: ConfigDict, policy_bytes: int, num_extra: int) -> int:
+    """Return the bytes of all that is on the disk while a checkpoint is written: those kept and the new one, the best
+    policy, with its training state if health.action may go back to it, and the last policy. Arguments as in
+    `checkpoint_bytes`."""
+    checkpoints = (config.keep_checkpoints + 1) * checkpoint_bytes(config, policy_bytes, num_extra)
+    best = policy_bytes
     if config.health.action == "roll_back":
-        best += state
-    return checkpoint, (config.keep_checkpoints + 1) * checkpoint + best + policy
+        best += _state_bytes(config, policy_bytes, num_extra)
+    return checkpoints + best + policy_bytes
 
 
 def _cache(
     config: ConfigDict, family: type[FlowModel], train: list[Prompt], evaluated: list[Split], guided: bool
 ) -> str:
-    """How large the cache of encoded prompts becomes, at most; "" without one."""
+    """Line about the size that the cache of encoded prompts has at most; "" without one."""
     prompts = {prompt.digest: prompt for prompt in train}
     for split in evaluated:
         prompts |= {prompt.digest: prompt for prompt in split.prompts}
@@ -143,11 +177,16 @@ def _cache(
 
 
 def cached_bytes(config: ConfigDict, family: type[FlowModel], prompts: list[Prompt], guided: bool) -> int:
-    """Bytes of encoded prompts at most: in float32, with the latents of sources and with negatives, of which each
-    source has its own."""
+    """Return the bytes of encoded prompts at most: in float32, with the latents of sources and with negatives."""
+    # All sources have one shape.
     model = family.without_weights(config.model)
-    shapes = model.row_shapes(training_size(config), config.text_tokens, prompts[0])  # all sources have one shape
-    numbers = sum(math.prod(shape) for name, shape in shapes.items() if name != "latents")
+    shapes = model.row_shapes(training_size(config), config.text_tokens, prompts[0])
+    numbers = 0
+    for name, shape in shapes.items():
+        if name != "latents":
+            numbers += math.prod(shape)
+
+    # A negative prompt with a source is another file for each source.
     files = len(prompts)
     if guided:
         files += len(prompts) if family.MOST_SOURCES else 1
@@ -155,13 +194,21 @@ def cached_bytes(config: ConfigDict, family: type[FlowModel], prompts: list[Prom
 
 
 def _licence(model: str) -> str:
-    known = registry.published(model)
-    return f"{known.hub_id}: {known.licence}; a download of {known.download_gb} GB" if known else ""
+    """Line about a published model's licence and size; "" for one that is not known."""
+    published = registry.published(model)
+    if not published:
+        return ""
+    return f"{published.hub_id}: {published.licence}; a download of {published.download_gb} GB"
 
 
 def overlap(train: list[Prompt], evaluated: list[Split]) -> str:
-    """What a run says where it trains on prompts that it evaluates; "" where it does not."""
+    """Say how many evaluated prompts a run also trains on; "" if none."""
     digests = {prompt.digest for prompt in train}
-    shared = {split.name: [p.text for p in split.prompts if p.digest in digests] for split in evaluated}
-    parts = [f"{len(texts)} {name} prompts, such as {quoted(texts[0])}" for name, texts in shared.items() if texts]
-    return f"prompts that are evaluated are also trained on: {'; '.join(parts)}" if parts else ""
+    parts = []
+    for split in evaluated:
+        texts = [prompt.text for prompt in split.prompts if prompt.digest in digests]
+        if texts:
+            parts.append(f"{len(texts)} {split.name} prompts, such as {quoted(texts[0])}")
+    if not parts:
+        return ""
+    return f"prompts that are evaluated are also trained on: {'; '.join(parts)}"

@@ -21,9 +21,11 @@ from flow_grpo.data.prompts import PromptFile
 from flow_grpo.monitoring import provenance
 from flow_grpo.weights import lora_files
 
-PARTS = ("model_index.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors", "*/*.bin")  # of a pipeline's folder
+# Files of a pipeline's folder.
+PARTS = ("model_index.json", "*/*.json", "*/*.txt", "*/*.model", "*/*.safetensors", "*/*.bin")
 
-PLACES = {  # part of a run's inputs that may not change -> where the config names it
+# Part of a run's inputs that may not change -> where the config names it.
+PLACES = {
     "dataset": "config.dataset",
     "model": "config.model",
     "lora_path": "config.lora.path",
@@ -31,11 +33,11 @@ PLACES = {  # part of a run's inputs that may not change -> where the config nam
     "train_teachers": "config.train.teachers",
     "sources": "sources of config.dataset",
 }
-FREE_IN_BRANCH = "dataset", "preferences_path", "sources"
+FREE_IN_BRANCH = ("dataset", "preferences_path", "sources")
 
 
 class Inputs(NamedTuple):
-    """Name of a file -> digest of what it holds; {} where there is nothing to compare."""
+    """Digests of the files of each part by their names; {} where there is nothing to compare."""
 
     dataset: dict[str, str]
     model: dict[str, str]  # of a hub id, "commit" alone
@@ -47,53 +49,73 @@ class Inputs(NamedTuple):
     sources: dict[str, str] | None = None  # pictures to be edited that the data set names; None = not known
 
     def of_figures(self) -> dict[str, str]:
-        """What decides the figures of an evaluation, but for the policy: name -> digest."""
-        parts = {"dataset": self.dataset, "model": self.model, "sources": self.sources}
-        digests = {
-            name: hashlib.blake2b(json.dumps(part).encode(), digest_size=16) for name, part in parts.items() if part
-        }
-        return {name: digest.hexdigest() for name, digest in digests.items()} | self.rewards
+        """Return digests of what an evaluation's figures depend on beside the policy, by name."""
+        digests = {}
+        for name, part in (("dataset", self.dataset), ("model", self.model), ("sources", self.sources)):
+            if part:
+                digests[name] = hashlib.blake2b(json.dumps(part).encode(), digest_size=16).hexdigest()
+        return digests | self.rewards
 
 
 def current_inputs(config: ConfigDict, run_folder: Path, prompt_files: Sequence[PromptFile] = ()) -> Inputs:
-    """Return digests of what a run of this config reads now. `prompt_files`: those of its data set that it opened."""
+    """Return digests of the files that a run of this config reads now.
+
+    Args:
+        prompt_files: files of its data set that it has opened.
+    """
+    # Digests are remembered, in the cache or else in the run's folder.
     has_cache = config.cache_dir and Path(config.cache_dir).is_dir()
     memory = Path(config.cache_dir if has_cache else run_folder, folders.DIGESTS)
-    served = [name for name, args in config.reward.args.items() if args.get("url")]
-    sources = {name: rewards.reward_file(name) for name in {*config.reward_fn, *config.eval.rewards} - {*served}}
-    sources = {name: file for name, file in sorted(sources.items()) if file}
-    neighbours = {
-        f"{name} ({place})": path
-        for name, file in sources.items()
-        for place, path in provenance.modules_beside(file).items()
-        if path not in sources.values()
-    }
+    teachers = {}
+    for folder in config.train.teachers:
+        for name, digest in _adapter(folder, memory).items():
+            teachers[f"{folder}/{name}"] = digest
     return Inputs(
         dataset=checksums.file_digests({file.path.name: file.path for file in prompt_files}, memory),
         model=_model(locations.resolve(config.model), memory),
         lora_path=_adapter(config.lora.path, memory),
         preferences_path=_pairs(config.preferences.path, memory),
-        rewards=checksums.file_digests(sources | neighbours, memory),
-        train_teachers={
-            f"{folder}/{name}": digest
-            for folder in config.train.teachers
-            for name, digest in _adapter(folder, memory).items()
-        },
+        rewards=checksums.file_digests(_reward_files(config), memory),
+        train_teachers=teachers,
         sources=checksums.file_digests(_sources_of(prompt_files), memory),
     )
+
+
+def _reward_files(config: ConfigDict) -> dict[str, Path]:
+    """Files of the rewards that are no servers, by the rewards' names, then those beside them that they may import."""
+    files = {}
+    for name in sorted({*config.reward_fn, *config.eval.rewards}):
+        is_served = name in config.reward.args and config.reward.args[name].get("url")
+        file = None if is_served else rewards.reward_file(name)
+        if file:
+            files[name] = file
+    imported = {}
+    for name, file in files.items():
+        for place, path in provenance.modules_beside(file).items():
+            if path not in files.values():
+                imported[f"{name} ({place})"] = path
+    return files | imported
 
 
 def compare_inputs(
     stored: Inputs | None, current: Inputs, epoch: int, accepts: bool, is_branch: bool = False
 ) -> tuple[Inputs, list[str]]:
-    """What to store from now on, and what to tell the user of a run that goes on from an epoch. `stored`: None = not
-    known. Raises UserError where the run learns from other files than before, unless config.accept_changes `accepts`.
-    A branch may read other prompts and pairs than its parent.
+    """Compare what a run reads with what it has read until `epoch`. Returns what to store from now on, and notices for
+    the user.
+
+    Args:
+        stored: None = not known.
+        accepts: config.accept_changes.
+        is_branch: a branch may read other prompts and pairs than its parent.
+
+    Raises:
+        UserError: the run would learn from other files than before, and does not accept that.
     """
     if stored is None:
         return current, []
     stored = _without_unopened(stored, current)
-    changed, differs = [], False
+    changed = []
+    differs = False
     for part, place in PLACES.items():
         names = _differing(getattr(stored, part), getattr(current, part))
         differs = differs or bool(names)
@@ -104,42 +126,51 @@ def compare_inputs(
             f"what the run reads is not what it was ({'; '.join(changed)}): restore these files, or start a new run; "
             "--config.accept_changes=True goes on with other ones"
         )
-    notices = [f"goes on with other files than before ({'; '.join(changed)})"] if changed else []
+    notices = []
+    if changed:
+        notices.append(f"goes on with other files than before ({'; '.join(changed)})")
     common = stored.rewards.keys() & current.rewards.keys()
-    if others := [name for name in sorted(common) if stored.rewards[name] != current.rewards[name]]:
-        notices.append(f"the file of reward {', '.join(others)} has changed: scores from before cannot be compared")
-    return current._replace(rewards_since=epoch if others or differs else stored.rewards_since), notices
+    names = [name for name in sorted(common) if stored.rewards[name] != current.rewards[name]]
+    if names:
+        notices.append(f"the file of reward {', '.join(names)} has changed: scores from before cannot be compared")
+    rewards_since = epoch if names or differs else stored.rewards_since
+    return current._replace(rewards_since=rewards_since), notices
 
 
 def _without_unopened(stored: Inputs, current: Inputs) -> Inputs:
     """A record without the training prompts of a run on pairs, which never opens them: older versions list them."""
     if not current.preferences_path:
         return stored
-    unopened = {name for name in stored.dataset if name.startswith("train")} - {*current.dataset}
-    return stored._replace(dataset={name: stored.dataset[name] for name in stored.dataset if name not in unopened})
+    opened = {}
+    for name, digest in stored.dataset.items():
+        if name in current.dataset or not name.startswith("train"):
+            opened[name] = digest
+    return stored._replace(dataset=opened)
 
 
 def _differing(before: dict[str, str] | None, now: dict[str, str] | None) -> list[str]:
-    """Names of files that are not what they were; none where it is not known what they were."""
-    if not before or not now:  # what is not opened, or not known, is not compared
+    """Names of files that have changed, come or gone. Parts that are not known, or not opened, are not compared."""
+    if not before or not now:
         return []
     return [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
 
 
 def _sources_of(prompt_files: Sequence[PromptFile]) -> dict[str, Path]:
-    """The pictures to be edited that files of prompts name, by their paths from the files' folder."""
-    return {
-        os.path.relpath(source, file.path.parent): source
-        for file in prompt_files
-        for prompt in file.prompts
-        for source in prompt.sources
-    }
+    """Pictures to be edited that files of prompts name, by their paths from the files' folder."""
+    sources = {}
+    for file in prompt_files:
+        for prompt in file.prompts:
+            for source in prompt.sources:
+                sources[os.path.relpath(source, file.path.parent)] = source
+    return sources
 
 
 def stored_inputs(run_folder: Path) -> Inputs | None:
     """Return what a run has stored, or None if it has no record. Raises UserError for a damaged one."""
     file = run_folder / folders.INPUTS
-    return folders.read_record(Inputs, file) if file.exists() else None
+    if not file.exists():
+        return None
+    return folders.read_record(Inputs, file)
 
 
 def write_inputs(run_folder: Path, inputs: Inputs) -> None:
@@ -151,18 +182,24 @@ def _pairs(folder: str, memory: Path) -> dict[str, str]:
     """Digests of a folder's files of pairs."""
     if not folder:
         return {}
-    paths = [path for files in preferences.files_of(folder).values() for path in files]
-    return checksums.file_digests({path.name: path for path in paths}, memory)
+    paths = {}
+    for files in preferences.files_of(folder).values():
+        paths |= {path.name: path for path in files}
+    return checksums.file_digests(paths, memory)
 
 
 def _adapter(path: str, memory: Path) -> dict[str, str]:
-    """Of the files that are read of a LoRA."""
-    return checksums.file_digests({file.name: file for file in lora_files.files_of(path)}, memory) if path else {}
+    """Digests of the files that are read of a LoRA."""
+    if not path:
+        return {}
+    return checksums.file_digests({file.name: file for file in lora_files.files_of(path)}, memory)
 
 
 def _model(folder: str, memory: Path) -> dict[str, str]:
-    """Of a pipeline: its files in a folder, or the commit of a hub id."""
+    """Digests of a pipeline's files in a folder, or the commit of a hub id."""
     if Path(folder).is_dir():
         return checksums.digests_in(Path(folder), PARTS, memory)
     index = try_to_load_from_cache(folder, "model_index.json")
-    return {"commit": Path(index).parent.name} if isinstance(index, str) else {}
+    if not isinstance(index, str):
+        return {}
+    return {"commit": Path(index).parent.name}

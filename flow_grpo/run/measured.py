@@ -8,7 +8,8 @@ from ml_collections import ConfigDict
 from flow_grpo.base import locations
 from flow_grpo.settings import config_files, table
 
-FILE = locations.PACKAGE / "assets" / "measured.json"  # random weights; see docs/reference/will_it_fit.md
+# Measured with random weights; see docs/reference/will_it_fit.md.
+FILE = locations.PACKAGE / "assets" / "measured.json"
 
 # Settings that change neither the memory that an epoch takes nor the images per second of a GPU, which are measured
 # without evaluations and without a reward's model. Every other setting is taken to change them.
@@ -22,7 +23,8 @@ FREE = {
     *("train.adam_betas", "train.weight_decay", "train.max_grad_norm", "train.clip_range", "train.parity_limit"),
     *("train.adv_clip_max", "train.step_weight", "train.ema_decay"),
 }
-COST_WHERE_SET = ("cache_dir", "train.beta")  # settings of which it only matters whether they are set
+# Settings of which it only matters whether they are set.
+COST_WHERE_SET = ("cache_dir", "train.beta")
 
 
 class Row(NamedTuple):
@@ -37,45 +39,54 @@ class Row(NamedTuple):
 
     @property
     def file(self) -> str:
-        """The config file that has the run."""
-        return "config/nft.py" if self.run.partition(",")[0].endswith("_nft") else "config/grpo.py"
+        """Config file that has the run."""
+        name = self.run.partition(",")[0]
+        return "config/nft.py" if name.endswith("_nft") else "config/grpo.py"
 
     def config(self) -> ConfigDict:
-        """The config that was measured."""
+        """Return the config that was measured."""
         config = config_files.load(f"{self.file}:{self.run}")
         config.update_from_flattened_dict(self.settings)
         return config
 
 
 def rows() -> list[Row]:
-    """All that was measured."""
+    """Return all runs that were measured."""
     return [Row(**row) for row in json.loads(FILE.read_text())]
 
 
 def closest(config: ConfigDict) -> tuple[Row, list[str]] | None:
-    """The row of a config's model and algorithm, or of its run, from which it differs least, and the settings, in
-    words, in which it does; None where there is no such row, or no config/ as in a checkout."""
-    compared = []
+    """Find the measured run from which a config differs least, among those of its name or of its model and algorithm.
+
+    Returns it with the settings that differ, in words; None if there is no such run, or no config/ as in a checkout.
+    """
+    closest_row = None
     for row in rows():
         if not (config_files.CHECKOUT / row.file).is_file():
             continue
         known = row.config()
         is_like = (known.model, known.algorithm) == (config.model, config.algorithm)
         if is_like or known.name == config.name:
-            compared.append((row, _differences(config, known, row.gpus)))
-    return min(compared, key=lambda pair: len(pair[1]), default=None)
+            differences = _differences(config, known, row.gpus)
+            if closest_row is None or len(differences) < len(closest_row[1]):
+                closest_row = (row, differences)
+    return closest_row
 
 
 def _differences(config: ConfigDict, known: ConfigDict, gpus: int) -> list[str]:
     """Settings that cost memory or time and are not those of a measured config, with both values."""
-    own, theirs = table.flat(config), table.flat(known)
-    words = []
-    for key in sorted({*own, *theirs}):
-        here, there = own.get(key), theirs.get(key)
+    values = table.flat(config)
+    known_values = table.flat(known)
+    differences = []
+    for key in sorted({*values, *known_values}):
+        if key in FREE or key.startswith(FREE_SECTIONS):
+            continue
+        here = values.get(key)
+        there = known_values.get(key)
         if key in COST_WHERE_SET and bool(here) == bool(there):
             continue
-        if here != there and key not in FREE and not key.startswith(FREE_SECTIONS):
-            words.append(f"{key} {here!r} instead of {there!r}")
+        if here != there:
+            differences.append(f"{key} {here!r} instead of {there!r}")
     if config.fsdp.mode != "replicate" and config.dry_run != gpus:
-        words.append(f"weights that are sharded over {config.dry_run} GPUs instead of {gpus}")
-    return words
+        differences.append(f"weights that are sharded over {config.dry_run} GPUs instead of {gpus}")
+    return differences

@@ -1,4 +1,4 @@
-"""Where a run writes, and what it goes on from: its own newest checkpoint, or, as a branch, one of another run."""
+"""Folder of a run, and resuming from its own newest checkpoint or, as a branch, from one of another run."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from flow_grpo.settings import stored_config, table
 
 
 class Place(NamedTuple):
-    """Where a run writes and what it goes on from."""
+    """Folder that a run writes into, and the checkpoint that it goes on from."""
 
     folder: Path
     checkpoint: Path | None
@@ -34,13 +34,16 @@ class Place(NamedTuple):
     kept: dict[str, Any]  # settings of the checkpoint that a resumed run goes on with, whatever its config says
 
     def absolute(self) -> "Place":
-        """The same place, which is found whatever the working directory is then: rewards may change it."""
-        paths = {name: path.absolute() for name, path in self._asdict().items() if isinstance(path, Path)}
-        return self._replace(**paths)
+        """Return the same place by absolute paths: rewards may change the working directory."""
+        return self._replace(
+            folder=self.folder.absolute(),
+            checkpoint=self.checkpoint.absolute() if self.checkpoint else None,
+            parent=self.parent.absolute() if self.parent else None,
+        )
 
 
 class Source(NamedTuple):
-    """What config.resume_from means."""
+    """Folder and checkpoint that config.resume_from names."""
 
     folder: Path  # the run's
     path: Path | None = None  # a checkpoint, or a folder of them; None = a new run
@@ -52,34 +55,42 @@ INHERITED = "model", "model_class", "lora.rank", "lora.alpha", "lora.path", "lor
 
 
 def take_folder(config: ConfigDict, prompt_files: Sequence[PromptFile] = ()) -> Place:
-    """Where this run writes, locked, and what it goes on from. A run never writes into the folder of another one: what
-    goes on from another run's checkpoint is a branch, with a folder of its own.
+    """Choose the folder that this run writes into, lock it, and choose the checkpoint that it goes on from.
+
+    A run never writes into the folder of another one: a run that goes on from another run's checkpoint is a branch, in
+    a folder of its own.
 
     Args:
-        prompt_files: those of config.dataset that the run has opened.
+        prompt_files: files of config.dataset that the run has opened.
 
-    Raises UserError for a folder that another run is writing to or that cannot be made, and for a checkpoint that is
-    not there, is damaged, or does not fit this config. No other folder has been touched then.
+    Raises:
+        UserError: another run is writing into the folder, or it cannot be made; the checkpoint is not there, is
+            damaged, or does not fit this config. No other folder has been touched then.
     """
     first = Path(config.output_dir, config.run_name or config.name)
-    source = _source(first, config.resume_from)
+    source = _find_source(first, config.resume_from)
     dashboard.say(folders.lock(source.folder))
+
+    # Another run may have written into the folder before it was locked.
     if config.resume_from == "latest":
-        source = _latest(source.folder)
+        source = _latest_source(source.folder)
     with folders.released_on_error(source.folder):
-        return _check_source(config, source, prompt_files)
+        return _take_source(config, source, prompt_files)
 
 
-def _check_source(config: ConfigDict, source: Source, prompt_files: Sequence[PromptFile]) -> Place:
-    """Raises UserError unless the run can go on from its source; notes in its folder what it reads."""
+def _take_source(config: ConfigDict, source: Source, prompt_files: Sequence[PromptFile]) -> Place:
+    """Raise UserError unless the run can go on from its source; note in its folder what it reads."""
     folder, path, parent = source
-    if parent:  # at once: `latest` shall know a branch that is killed while files are compared
+    if parent:
+        # At once, so that `latest` knows a branch that is killed while its files are compared.
         _write_parent(folder, parent, path)
     checkpoint, lines = checkpoints.choose(path) if path else (None, [])
     if path and not checkpoint:
         raise UserError(f"config.resume_from: {path} is there no more: another run has removed it")
-    epoch, changed, rescheduled = _changes(checkpoint, config)
-    kept = _kept(config, source, changed)
+    epoch = checkpoints.read_progress(checkpoint).epoch if checkpoint else 0
+    changed = _changed_settings(checkpoint, config)
+    rescheduled = _rescheduled(checkpoint, config)
+    kept = _kept_settings(config, source, changed)
     changed = {key: pair for key, pair in changed.items() if key not in kept}
     lines += [_kept_sentence(key, before, table.value_of(config, key)) for key, before in kept.items()]
     if parent:
@@ -90,21 +101,22 @@ def _check_source(config: ConfigDict, source: Source, prompt_files: Sequence[Pro
         _check_writable(folder)
         _check_unchanged(checkpoint, changed)
         _check_newest(folder, path, checkpoint)
-    inputs, notices = _inputs(config, source, prompt_files, epoch)
-    if changed:  # so that health compares no rewards of other settings
+    inputs, notices = _compared_inputs(config, source, prompt_files, epoch)
+    if changed:
+        # Health compares no rewards of other settings.
         inputs = inputs._replace(rewards_since=epoch)
     input_files.write_inputs(folder, inputs)
-    begins = f"goes on from {checkpoint.name}" if checkpoint and not parent else "begins"
     if rescheduled:
-        notices.append(f"{_words(rescheduled)} changes the learning rate, which falls over all epochs")
+        notices.append(f"{_arrows(rescheduled)} changes the learning rate, which falls over all epochs")
+    begins = f"goes on from {checkpoint.name}" if checkpoint and not parent else "begins"
     for line in [*lines, f"the run {begins} in {folder}", *notices]:
         dashboard.say(line)
     return Place(folder, checkpoint, parent, inputs, changed, kept)
 
 
-def _kept(config: ConfigDict, source: Source, changed: dict[str, tuple]) -> dict[str, Any]:
-    """The settings that a resumed run keeps as its checkpoint has them. Raises UserError where the weight of branching
-    steps is chosen neither by the config nor by a checkpoint of this run."""
+def _kept_settings(config: ConfigDict, source: Source, changed: dict[str, tuple]) -> dict[str, Any]:
+    """Settings that a resumed run keeps as its checkpoint has them. Raises UserError if the weight of branching steps
+    is chosen neither by the config nor by a checkpoint of this run."""
     kept = {} if source.parent else stored_config.kept(changed)
     if "train.step_weight" not in kept:
         checks.check_step_weight(config)
@@ -112,26 +124,32 @@ def _kept(config: ConfigDict, source: Source, changed: dict[str, tuple]) -> dict
 
 
 def _kept_sentence(key: str, before: Any, now: Any) -> str:
+    """Say that a resumed run keeps a setting."""
     return f"goes on with config.{key} {before!r}, with which the run began; a new run of this config has {now!r}"
 
 
-def _changes(checkpoint: Path | None, config: ConfigDict) -> tuple[int, dict[str, tuple], dict[str, tuple]]:
-    """Epochs completed at a checkpoint, `stored_config.changes`, and num_epochs where another number changes the
-    learning rate."""
+def _changed_settings(checkpoint: Path | None, config: ConfigDict) -> dict[str, tuple]:
+    """Settings that may not change and are not those of a checkpoint, see `stored_config.changes`."""
     if checkpoint is None:
-        return 0, {}, {}
-    stored = folders.read_json(file := checkpoint / "config.json")
-    before, now = stored.get("num_epochs"), config.num_epochs
-    falls = config.train.learning_rate_schedule != "constant"
-    rescheduled = {"num_epochs": (before, now)} if falls and before != now else {}
-    changed = stored_config.changes(stored, config.to_dict(), file)
-    return checkpoints.read_progress(checkpoint).epoch, changed, rescheduled
+        return {}
+    file = checkpoint / "config.json"
+    return stored_config.changes(folders.read_json(file), config.to_dict(), file)
 
 
-def _inputs(
+def _rescheduled(checkpoint: Path | None, config: ConfigDict) -> dict[str, tuple]:
+    """Return num_epochs before and now, by its key, if another number changes the learning rate of each epoch."""
+    if checkpoint is None or config.train.learning_rate_schedule == "constant":
+        return {}
+    before = folders.read_json(checkpoint / "config.json").get("num_epochs")
+    if before == config.num_epochs:
+        return {}
+    return {"num_epochs": (before, config.num_epochs)}
+
+
+def _compared_inputs(
     config: ConfigDict, source: Source, prompt_files: Sequence[PromptFile], epoch: int
 ) -> tuple[Inputs, list[str]]:
-    """Return what the run reads, and what to tell the user."""
+    """Return what the run reads, compared with what its source has read, and notices for the user."""
     current = input_files.current_inputs(config, source.folder, prompt_files)
     stored = input_files.stored_inputs(source.parent or source.folder) if source.path else None
     return input_files.compare_inputs(
@@ -139,8 +157,13 @@ def _inputs(
     )
 
 
-def _source(first: Path, resume_from: str) -> Source:
-    """Raises UserError unless config.resume_from is "", "latest", or a path in a folder of this run or of another."""
+def _find_source(first: Path, resume_from: str) -> Source:
+    """Find what config.resume_from names. Raises UserError unless that is "", "latest", or a path in a folder of this
+    run or of another.
+
+    Args:
+        first: the first folder of a run of this name; further ones have numbers.
+    """
     if not resume_from:
         return Source(folders.make_new_folder(first))
     if resume_from == "latest":
@@ -150,30 +173,33 @@ def _source(first: Path, resume_from: str) -> Source:
         expected = "a folder like epoch_000010, or one that holds such folders"
         raise UserError(f"config.resume_from: no checkpoint at {path}: expected {expected}")
     for folder in folders.numbered_folders(first):
-        if _name(folder) == first.name and _holds(folder, path):
+        if _run_name(folder) == first.name and _holds(folder, path):
             return Source(folder, path)
     for folder in path.parents[:3]:
-        if _name(folder) and _holds(folder, path):
+        if _run_name(folder) and _holds(folder, path):
             return Source(folders.make_new_folder(first), path, folder)
     raise UserError(f"config.resume_from: {path} is in no folder that a run has written")
 
 
 def _latest_folder(first: Path) -> Path:
-    """The newest folder of the run that has a checkpoint; otherwise the newest without one, or a new one."""
-    family = [folder for folder in folders.numbered_folders(first) if folder.is_dir()]
-    own = [folder for folder in family if _name(folder) == first.name]
-    begun = [folder for folder in own if checkpoints.find_newest(folder / "checkpoints")]
-    if not own and checkpoints.find_newest(first / "checkpoints"):
+    """Find the newest folder of the run that has a checkpoint; otherwise the newest without one, or make one."""
+    numbered = [folder for folder in folders.numbered_folders(first) if folder.is_dir()]
+    of_this_run = [folder for folder in numbered if _run_name(folder) == first.name]
+    if not of_this_run and checkpoints.find_newest(first / "checkpoints"):
         raise UserError(
-            f"config.resume_from: {first} is of the run {_name(first) or 'of an unknown name'}, not of {first.name}: "
-            "correct config.run_name, or copy config.json from a checkpoint of the run"
+            f"config.resume_from: {first} is of the run {_run_name(first) or 'of an unknown name'}, not of "
+            f"{first.name}: correct config.run_name, or copy config.json from a checkpoint of the run"
         )
-    unused = [folder for folder in family if folders.is_unused(folder)]
-    return (begun or own or unused or [folders.make_new_folder(first)])[-1]
+    with_checkpoint = [folder for folder in of_this_run if checkpoints.find_newest(folder / "checkpoints")]
+    unused = [folder for folder in numbered if folders.is_unused(folder)]
+    for choices in (with_checkpoint, of_this_run, unused):
+        if choices:
+            return choices[-1]
+    return folders.make_new_folder(first)
 
 
-def _latest(folder: Path) -> Source:
-    """What a run's own folder has to go on from. A branch without a checkpoint begins again from its parent."""
+def _latest_source(folder: Path) -> Source:
+    """Find the checkpoints of a run's own folder. A branch without a checkpoint begins again from its parent."""
     path = folder / "checkpoints"
     if os.path.lexists(path) and not path.is_dir():
         raise UserError(f"config.resume_from: {path} is no folder; put the run's checkpoints there")
@@ -189,59 +215,70 @@ def _latest(folder: Path) -> Source:
 
 
 def _holds(folder: Path, path: Path) -> bool:
-    """Whether a path without links is where a run of this folder keeps its checkpoints, or is one of these."""
-    places = [Path(os.path.realpath(place)) for place in (folder / "checkpoints", folder / best.NAME / best.STATE)]
-    return path in places or path.parent in places
+    """Return whether a path without links is one of the folder's checkpoints, or a folder of them."""
+    for place in (folder / "checkpoints", folder / best.NAME / best.STATE):
+        real_place = Path(os.path.realpath(place))
+        if real_place in (path, path.parent):
+            return True
+    return False
 
 
 def _check_links(folder: Path) -> None:
-    """Raises UserError where a run would write through a link into another run's folder."""
-    for path in (folder / name for name in ("checkpoints", best.NAME, "images", "transformer")):
+    """Raise UserError if the run would write through a link into another run's folder."""
+    for name in ("checkpoints", best.NAME, "images", "transformer"):
+        path = folder / name
         target = path.resolve()
         for other in (target, *target.parents[:2]):
-            if not folder.resolve().is_relative_to(other) and _name(other):
+            if not folder.resolve().is_relative_to(other) and _run_name(other):
                 raise UserError(f"config.resume_from: {path} is a link into another run's folder, {other}; remove it")
 
 
 def _check_writable(folder: Path) -> None:
-    """Raises UserError where the run could not save, such as in a folder of another owner: now, not after the epochs
-    that would then be lost."""
-    for path in (folder / name for name in ("checkpoints", "images", provenance.SOURCE)):
+    """Raise UserError if the run could not save, for example into a folder of another owner: now, and not after epochs
+    that would be lost."""
+    for name in ("checkpoints", "images", provenance.SOURCE):
+        path = folder / name
         if path.is_dir():
             folders.check_writable(path)
 
 
-def _name(folder: Path) -> str:
-    """Of the run that wrote a folder's config.json; "" where no run has."""
+def _run_name(folder: Path) -> str:
+    """Name of the run that wrote a folder's config.json; "" if no run has."""
     try:
         stored = folders.read_json(folder / "config.json")
     except UserError:
         return ""
-    return Path(str(stored.get("run_name") or stored.get("name"))).name if "output_dir" in stored else ""
+    if "output_dir" not in stored:
+        return ""
+    return Path(str(stored.get("run_name") or stored.get("name"))).name
 
 
-def _words(changed: dict[str, tuple]) -> str:
+def _arrows(changed: dict[str, tuple]) -> str:
+    """Write changed settings as "key: before -> after"."""
     return ", ".join(f"{key}: {before} -> {after}" for key, (before, after) in changed.items())
 
 
 def _check_unchanged(checkpoint: Path, changed: dict[str, tuple]) -> None:
+    """Raise UserError if a resumed run has changed settings."""
     if changed:
         raise UserError(
-            f"{checkpoint} comes from another config ({_words(changed)}); restore these, or branch off: another "
+            f"{checkpoint} comes from another config ({_arrows(changed)}); restore these, or branch off: another "
             f"--config.run_name with --config.resume_from={checkpoint}"
         )
 
 
 def _check_inherited(checkpoint: Path, changed: dict[str, tuple]) -> None:
-    if fixed := {key: pair for key, pair in changed.items() if key in INHERITED}:
+    """Raise UserError if a branch has changed settings that it inherits."""
+    fixed = {key: pair for key, pair in changed.items() if key in INHERITED}
+    if fixed:
         raise UserError(
             f"a branch trains the weights of {checkpoint} with their base and adapter, so these cannot change: "
-            f"{_words(fixed)}; restore them, or start a new run, for example from a LoRA by config.lora.path"
+            f"{_arrows(fixed)}; restore them, or start a new run, for example from a LoRA by config.lora.path"
         )
 
 
 def _check_newest(folder: Path, path: Path, checkpoint: Path) -> None:
-    """Raises UserError where config.resume_from names an older checkpoint: what came later would be destroyed."""
+    """Raise UserError if config.resume_from names an older checkpoint: later ones would be destroyed."""
     newest = checkpoints.find_newest(folder / "checkpoints")
     if newest and newest.name > checkpoint.name and path.resolve() != newest.parent.resolve():
         raise UserError(
@@ -251,13 +288,17 @@ def _check_newest(folder: Path, path: Path, checkpoint: Path) -> None:
 
 
 def _write_parent(folder: Path, parent: Path, checkpoint: Path, epoch: int = 0, changed: dict | None = None) -> str:
-    """Note where a branch comes from; the sentence for the user."""
+    """Note in its folder where a branch comes from. Returns the sentence for the user."""
     provenance.write_parent(folder, provenance.Parent(str(parent), str(checkpoint), epoch, changed or {}))
-    return f"a branch of {parent} after {epoch} epochs" + (f", with {_words(changed)}" if changed else "")
+    sentence = f"a branch of {parent} after {epoch} epochs"
+    if changed:
+        sentence += f", with {_arrows(changed)}"
+    return sentence
 
 
 def resume(run: Run, place: Place) -> None:
-    """Go on as if nothing had happened: randomness is named by epoch, so weights and counters are all there is."""
+    """Go on from a checkpoint as an unbroken run would. Random draws are named by their epoch, so weights and counters
+    are all that has to be restored."""
     progress = load_state(run, place.checkpoint, exact=place.parent is None)
     run.epoch = run.saved_epoch = progress.epoch
     run.step = run.first_step = progress.step
@@ -275,20 +316,22 @@ def resume(run: Run, place: Place) -> None:
         run.board.say(notice)
     if place.parent:
         distributed.on_main(_copy_metrics, place, run.evaluations_since)
-        save(run)  # so that from now on the branch resumes without its parent
+
+        # From now on the branch resumes without its parent.
+        save(run)
 
 
 def _copy_metrics(place: Place, since: int) -> None:
-    """Those of a branch's parent, but for figures that the branch's cannot be compared with: evaluations of before
-    `since`, and losses on other pairs."""
+    """Copy the metrics of a branch's parent, but for those that the branch's cannot be compared with: evaluations
+    before epoch `since`, and losses on other pairs."""
     parent = input_files.stored_inputs(place.parent)
     same_pairs = parent is None or parent.preferences_path == place.inputs.preferences_path
-    lines = []
+    text = ""
     for line in read_metrics(place.parent):
         if line["kind"] == "validation":
-            stays = same_pairs
+            is_comparable = same_pairs
         else:
-            stays = line["kind"] in ("update", "epoch") or line["epoch"] >= since
-        if stays:
-            lines.append(line)
-    folders.write_text(place.folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+            is_comparable = line["kind"] in ("update", "epoch") or line["epoch"] >= since
+        if is_comparable:
+            text += json.dumps(line) + "\n"
+    folders.write_text(place.folder / "metrics.jsonl", text)

@@ -1,8 +1,7 @@
-"""The rewards of an epoch's images: submitted as images are finished, awaited once, and what they say about each."""
+"""Rewards of an epoch's images: submitted as images are finished, awaited once, logged, and turned into advantages."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ LATENT_SIGNS = ("latent_rms", "diversity")
 
 
 class Submitted(NamedTuple):
-    """Some images whose scores are being made."""
+    """Images whose scores are being computed."""
 
     image_numbers: list[int]  # b, global within the epoch
     groups: Tensor  # [b, ...] int64, which of them compete
@@ -48,18 +47,24 @@ class Rewards(NamedTuple):
     diversity: Tensor | None = None  # [all] float32, each image's part of health/diversity
 
     def local(self, values: Tensor, device: torch.device) -> Tensor:
-        """This rank's part of values [all]: [B] of its images, or [B, K, J] of their outcomes."""
+        """Return this rank's part of values [all]: [B] of its images, or [B, K, J] of their outcomes."""
         return distributed.local_rows(values).view(self.shape).to(device)
 
 
 def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = None) -> Submitted:
-    """Begin to score images [b, ..., 3, H, W].
+    """Begin to score images [b, ..., 3, H, W]. The scores of a failed reward are NaN.
 
-    groups: [b, ...] int64, which of them compete; None = those of a prompt. A failed reward's scores are NaN.
+    Args:
+        groups: [b, ...] int64, images of one group compete; None = those of a prompt.
     """
-    groups = torch.tensor(batch.groups) if groups is None else groups
-    per_row = groups[0].numel()  # images of a prompt of the batch: 1, or all branches of its trunk
-    prompts = [prompt for prompt in batch.prompts for _ in range(per_row)]
+    if groups is None:
+        groups = torch.tensor(batch.groups)
+
+    # A row of the batch is one image, or all branches of a trunk.
+    images_per_row = groups[0].numel()
+    prompts = []
+    for prompt in batch.prompts:
+        prompts += [prompt] * images_per_row
     with run.board.timed("reward"):
         scores = run.pool.submit(samples.images.flatten(0, -4), prompts)
     latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
@@ -85,54 +90,77 @@ def gather(run: Run, submitted: list[Submitted]) -> Rewards:
     with run.board.timed("reward"):
         scores = [part.scores() for part in submitted]
     order = _order(submitted)
-    names = distributed.gather_objects([name for by_name in scores for name in by_name])
+
+    # Every rank must gather the same names in the same order; one whose reward failed has fewer.
+    names = []
+    for by_name in scores:
+        names += by_name
+    names = distributed.gather_objects(names)
     groups = torch.cat([part.groups for part in submitted])[order]
-    by_image = {name: values.view(groups.shape)[order] for name, values in join_scores(scores, names).items()}
-    return Rewards(
-        {name: distributed.gather(values).flatten() for name, values in by_image.items()},
-        distributed.gather(groups).flatten(),
-        groups.shape,
-    )
+    gathered = {}
+    for name, values in join_scores(scores, names).items():
+        values_by_image = values.view(groups.shape)[order]
+        gathered[name] = distributed.gather(values_by_image).flatten()
+    return Rewards(gathered, distributed.gather(groups).flatten(), groups.shape)
+
+
+def _image_numbers(submitted: list[Submitted]) -> list[int]:
+    """Numbers of submitted images, in the order of completion."""
+    numbers = []
+    for part in submitted:
+        numbers += part.image_numbers
+    return numbers
 
 
 def _order(submitted: list[Submitted]) -> Tensor:
-    """The order that sorts the rows of submitted images by the images' numbers, [B] int64."""
-    return torch.tensor([image for part in submitted for image in part.image_numbers]).argsort()
+    """Order that sorts the rows of submitted images by the images' numbers, [B] int64."""
+    return torch.tensor(_image_numbers(submitted)).argsort()
 
 
 def scout(run: Run, epoch: int, noisy_steps: sampling.NoisySteps) -> list[int] | None:
-    """Draw and score the epoch's scouts; for each image, the number of the scout whose noise it is drawn from. None
-    where sample.scouts_per_image is 0. Raises RewardFailed: more scouts without a score than there may be."""
-    plan, per_image = run.plan, run.config.sample.scouts_per_image
-    if not per_image:
+    """Draw and score the epoch's scouts. Returns for each image the number of the scout whose noise it starts from, or
+    None where sample.scouts_per_image is 0.
+
+    Raises:
+        RewardFailed: more scouts lack a score than reward.max_masked_share allows.
+    """
+    plan = run.plan
+    scouts_per_image = run.config.sample.scouts_per_image
+    if not scouts_per_image:
         return None
-    drawn = sampling.sample_epoch(run, epoch, noisy_steps, scouts_per_image=per_image)
-    submitted = [submit(run, samples, batch) for batch, samples in drawn]
-    by_name = gather(run, submitted).scores
-    run.pool.masked_shares(by_name)
-    scores = by_name["avg"]
-    numbers = distributed.gather(torch.tensor(sorted(image for part in submitted for image in part.image_numbers)))
+    submitted = []
+    for batch, samples in sampling.sample_epoch(run, epoch, noisy_steps, scouts_per_image=scouts_per_image):
+        submitted.append(submit(run, samples, batch))
+    rewards = gather(run, submitted)
+    run.pool.masked_shares(rewards.scores)
+    scores = rewards.scores["avg"]
     run.epoch_metrics["reward/scouts"] = scores.nanmean().item()
+
+    # Each rank's scores are in the order of its own scouts: sort them by the numbers of all ranks' scouts.
+    numbers = distributed.gather(torch.tensor(sorted(_image_numbers(submitted))))
     by_group = torch.empty_like(scores).index_copy(0, numbers, scores).view(plan.num_groups, -1)
-    picked = (
-        best_and_worst_indices(by_group, plan.group_size) + torch.arange(plan.num_groups)[:, None] * by_group.shape[1]
-    )
-    return picked.flatten().tolist()
+    first_of_group = torch.arange(plan.num_groups)[:, None] * by_group.shape[1]
+    chosen = first_of_group + best_and_worst_indices(by_group, plan.group_size)
+    return chosen.flatten().tolist()
 
 
 def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> Tensor:
     """Log the health of the latents by whole groups, also of those that lie on several ranks. Returns each image's part
     of health/diversity, [all]."""
-    by_rank = [set(part.tolist()) for part in rewards.groups.view(run.world_size, -1)]
-    split = {group for group, ranks in Counter(chain(*by_rank)).items() if ranks > 1}
+    # Groups whose images lie on several ranks.
+    num_ranks = Counter()
+    for groups_of_rank in rewards.groups.view(run.world_size, -1):
+        num_ranks.update(set(groups_of_rank.tolist()))
+    split = [group for group, count in num_ranks.items() if count > 1]
     signs = latent_signs(
         torch.cat([part.latents for part in submitted]),
         torch.cat([part.groups.flatten() for part in submitted]),
         sorted(split),
         lambda total: distributed.gather(total[None]).sum(0),
     )
-    values = distributed.gather(signs).mean(0).tolist()
-    run.epoch_metrics |= {f"health/{sign}": value for sign, value in zip(LATENT_SIGNS, values)}
+    means = distributed.gather(signs).mean(0).tolist()
+    for name, mean in zip(LATENT_SIGNS, means):
+        run.epoch_metrics[f"health/{name}"] = mean
     diversity = signs[:, 1].cpu().view(rewards.shape)[_order(submitted)]
     return distributed.gather(diversity.float()).flatten()
 
@@ -229,10 +257,15 @@ def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:
     config = run.config
     weights = config.reward_fn.to_dict()
     scored = torch.stack([rewards.scores[name].isfinite() for name in weights]).all(0)
-    scores, groups = {name: rewards.scores[name][scored] for name in weights}, rewards.groups[scored]
+    scores = {name: rewards.scores[name][scored] for name in weights}
+    groups = rewards.groups[scored]
     if config.train.diversity_weight:
-        weights["diversity"], scores["diversity"] = config.train.diversity_weight, rewards.diversity[scored]
-    values, loss_weight = torch.zeros(len(scored)), scored.float()
+        weights["diversity"] = config.train.diversity_weight
+        scores["diversity"] = rewards.diversity[scored]
+
+    # Images that lack a reward take no part: advantage 0, weight 0.
+    values = torch.zeros(len(scored))
+    loss_weight = scored.float()
     values[scored] = combined_advantages(
         scores, weights, groups, config.train.reward_aggregation, config.sample.global_std
     )

@@ -36,7 +36,7 @@ from flow_grpo.weights.ema import Ema
 
 @dataclass
 class Run:
-    """What every algorithm needs at hand. `velocity` is the policy. `<- NAMES`: who may write a field."""
+    """State that every algorithm needs. `velocity` is the policy. `<- NAMES`: the functions that may write a field."""
 
     config: ConfigDict
     plan: batch_plan.BatchPlan
@@ -68,52 +68,69 @@ class Run:
     first_ratios: list[FirstRatios] = field(default_factory=list)  # of this epoch  <- record_ratios, _check_parity
     trained_rows: list[TrainedRows] = field(default_factory=list)  # of an update  <- backward, optimizer_step
     epoch_metrics: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
-    alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- watch
+    alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- judge_health
     learning_rate_factor: float = 1.0  # of the configured one  <- _lower_learning_rate, resume
     num_roll_backs: int = 0  # by config.health.action  <- _roll_back, resume
     evaluations_since: int = 0  # epochs completed; earlier evaluations were made in another way  <- resume
     best_evaluation: best.Evaluation | None = None  # whose weights best/ holds  <- keep_best, resume
-    test_figures: dict[str, float] = field(default_factory=dict)  # of the last test  <- _test
+    test_figures: dict[str, float] = field(default_factory=dict)  # of the last test  <- _evaluate_test
 
     @property
     def pipeline(self) -> DiffusionPipeline:
+        """Diffusers pipeline of the model."""
         return self.model.pipeline
 
     @property
     def size(self) -> Size:
-        """Of the images that are sampled and trained on."""
+        """Size of the images that are sampled and trained on."""
         return training_size(self.config)
 
     @property
     def params(self) -> SamplingParams:
-        """How the rollout samples, and the update computes its log-probs anew."""
+        """Parameters by which the rollout samples and the update computes log-probs anew."""
         return SamplingParams.of(self.config.sample)
 
     @property
     def folder(self) -> Path:
+        """Folder that the run writes into."""
         return self.board.run_dir
 
     @property
     def seconds_left(self) -> float:
-        """Until config.max_hours have passed since weights were loaded; infinite without that limit."""
-        return (self.config.max_hours or math.inf) * 3600 - (time.monotonic() - self.started_s)
+        """Seconds until config.max_hours have passed since weights were loaded; infinite without that limit."""
+        limit_s = (self.config.max_hours or math.inf) * 3600
+        return limit_s - (time.monotonic() - self.started_s)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
+        """Parameters that are trained."""
         return list(fsdp_utils.trainable_parameters(self.pipeline.transformer).values())
 
     @property
     def exact(self) -> Callable:
-        """() -> context of forwards that must have the update's bits: compiled blocks use the graph with gradients."""
-        return partial(compilation.training_graph, self.model.network) if self.config.compile else nullcontext
+        """Function that makes the context of forwards that must have the update's bits.
+
+        In it compiled blocks use the graph with gradients.
+        """
+        if not self.config.compile:
+            return nullcontext
+        return partial(compilation.training_graph, self.model.network)
 
     def velocity(
         self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float | None = None, size: Size | None = None
     ) -> Tensor:
-        """The policy's velocity, in rollout and update alike; None = sample.guidance_scale, and the training size."""
+        """Velocity of the policy, in rollout and update alike.
+
+        Args:
+            guidance_scale: None = sample.guidance_scale.
+            size: None = the training size.
+        """
         scale = self.config.sample.guidance_scale if guidance_scale is None else guidance_scale
-        if not self.ema.is_applied:  # then this is an evaluation
-            self.num_forwards += len(x) * (2 if self.model.is_guided(scale) else 1)
+
+        # Averaged weights are applied in evaluations, whose forwards do not count.
+        if not self.ema.is_applied:
+            forwards_per_row = 2 if self.model.is_guided(scale) else 1
+            self.num_forwards += len(x) * forwards_per_row
         return policies.predict(self.model, self.config.precision, x, t, condition, scale, size or self.size)
 
     def log_images(
@@ -129,4 +146,5 @@ class Run:
         self.board.log_images(images, captions, rewards, epoch=self.epoch, step=self.step, name=name)
 
     def embed(self, prompts: list[Prompt]) -> Condition:
+        """Condition of several prompts, a row for each."""
         return Condition.concat([self.embed_one(prompt) for prompt in prompts])

@@ -1,6 +1,7 @@
-"""What a run writes: checkpoints to resume from, and averaged weights to use, the last and the best."""
+"""Saving of a run: checkpoints to resume from, and averaged weights to use, the last and the best."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +19,13 @@ from flow_grpo.weights import finite, fsdp_utils, offload, policies
 
 
 def state(run: Run) -> dict[str, Tensor]:
-    """All that training needs to go on, live."""
-    reference = run.reference.state_dict() if run.reference else {}
+    """Return all tensors that training needs to go on; they are not copies."""
     tensors = checkpoints.training_state(run.pipeline.transformer, run.optimizer, run.ema)
-    others = {f"reference/{name}": weight for name, weight in reference.items()}
+    if run.reference:
+        tensors |= {f"reference/{name}": weight for name, weight in run.reference.state_dict().items()}
     for policy, ema in run.extra_policies.items():
-        others |= {f"{policy}/{name}": weight for name, weight in ema.state_dict().items()}
-    return tensors | others
+        tensors |= {f"{policy}/{name}": weight for name, weight in ema.state_dict().items()}
+    return tensors
 
 
 def save(run: Run) -> None:
@@ -41,19 +42,28 @@ def save(run: Run) -> None:
     run.saved_epoch = run.epoch
 
 
-def _save_state(run: Run, folder: Path, epoch: int, keep: int = 1, extra_files=None) -> None:
+def _save_state(
+    run: Run, folder: Path, epoch: int, keep: int = 1, extra_files: Callable[[Path], None] | None = None
+) -> None:
+    """Write a checkpoint of an epoch into a folder of checkpoints, of which the newest `keep` stay.
+
+    Args:
+        extra_files: writes other files into the checkpoint.
+    """
     offload.reload_optimizer_state(run.optimizer)
     tensors = state(run)
     _check_finite(run, tensors)
-    moves = run.reference.num_moves if run.reference else 0
+    evaluation = None
+    if evaluates(run.config):
+        evaluation = best.settings_of(best_candidate(run, epoch, {}))
     progress = checkpoints.Progress(
         epoch=epoch,
         step=run.step,
         learning_rate_factor=run.learning_rate_factor,
         num_roll_backs=run.num_roll_backs,
-        reference_moves=moves,
+        reference_moves=run.reference.num_moves if run.reference else 0,
         evaluations_since=run.evaluations_since,
-        evaluation=best.settings_of(best_candidate(run, epoch, {})) if evaluates(run.config) else None,
+        evaluation=evaluation,
     )
     checkpoints.save(folder, tensors, progress, config=run.config.to_dict(), keep=keep, extra_files=extra_files)
 
@@ -70,12 +80,13 @@ def export(run: Run, folder: Path) -> None:
 
 
 def _check_finite(run: Run, tensors: dict[str, Tensor]) -> None:
+    """Raise FloatingPointError unless all tensors are finite."""
     last = checkpoints.find_newest(run.folder / "checkpoints") if distributed.is_main() else None
     finite.check_tensors(tensors, f"after update {run.step} nothing is saved ({checkpoints.newest_in_words(last)})")
 
 
 def state_after_failure(run: Run) -> str:
-    """What an update that was not made leaves behind, as the end of a sentence."""
+    """Say what an update that was not made leaves behind, as the end of a sentence."""
     problem = finite.problem_of_tensors(fsdp_utils.trainable_parameters(run.pipeline.transformer))
     weights = f"the weights were spoilt before it: {problem}" if problem else "it has moved no weight"
     last = checkpoints.newest_in_words(checkpoints.find_newest(run.folder / "checkpoints"))
@@ -83,7 +94,7 @@ def state_after_failure(run: Run) -> str:
 
 
 def load_export(run: Run, folder: Path) -> None:
-    """Fill the transformer with what `export` wrote, bit for bit; what it carried is lost."""
+    """Fill the transformer with the weights that `export` wrote, bit for bit; those that it carried are lost."""
     offload.wait_for_offloaded(run.parameters)
     transformer = run.pipeline.transformer
     if run.config.lora.rank:
@@ -93,24 +104,30 @@ def load_export(run: Run, folder: Path) -> None:
 
 
 def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Evaluation:
-    """The record of an evaluation of the averaged weights. Raises UserError unless eval.best_by is a figure."""
+    """Make the record of an evaluation of the averaged weights.
+
+    Args:
+        figures: name -> mean over all prompts; {} for an evaluation that was not made, whose settings are compared.
+
+    Raises:
+        UserError: eval.best_by is none of the figures.
+    """
     settings = run.config.eval
-    chooses, size = run.choosing_prompts, run.size
     if figures and settings.best_by not in figures:
         raise UserError(f"config.eval.best_by is {settings.best_by!r}; it may be {', '.join(sorted(figures))}")
     return best.Evaluation(
         epoch=epoch,
         step=run.step,
-        split=chooses.name,
-        num_prompts=min(settings.num_prompts, len(chooses.prompts)),
+        split=run.choosing_prompts.name,
+        num_prompts=min(settings.num_prompts, len(run.choosing_prompts.prompts)),
         noises_per_prompt=settings.noises_per_prompt,
         num_steps=settings.num_steps,
         guidance_scale=settings.guidance_scale,
         best_by=settings.best_by,
         value=figures.get(settings.best_by, float("nan")),
         figures=figures,
-        height=size.height,
-        width=size.width,
+        height=run.size.height,
+        width=run.size.width,
         vae_precision=run.config.vae_precision,
         since=run.evaluations_since,
         inputs=run.inputs.of_figures() | settings_of_figures(run.config),
@@ -118,10 +135,19 @@ def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Eval
 
 
 def settings_of_figures(config: ConfigDict) -> dict[str, str]:
-    """What else decides figures, and cannot change but in a branch; of rewards without where their servers are."""
-    args = {key: value for key, value in table.flat(config.reward.args, "reward.args.").items() if table.is_fixed(key)}
-    values = {"reward_fn": config.reward_fn.to_dict(), "reward.args": args}
-    values |= {key: config[key] for key in ("text_tokens", "precision", "base_precision")}
+    """Return the settings that an evaluation's figures depend on and that only a branch may change, as JSON by key."""
+    # The address of a reward's server may change.
+    reward_args = {}
+    for key, value in table.flat(config.reward.args, "reward.args.").items():
+        if table.is_fixed(key):
+            reward_args[key] = value
+    values = {
+        "reward_fn": config.reward_fn.to_dict(),
+        "reward.args": reward_args,
+        "text_tokens": config.text_tokens,
+        "precision": config.precision,
+        "base_precision": config.base_precision,
+    }
     return {key: json.dumps(value, sort_keys=True) for key, value in values.items()}
 
 
@@ -135,7 +161,7 @@ def keep_best(run: Run, epoch: int, figures: dict[str, float]) -> None:
 
 
 def load_best_state(run: Run) -> str:
-    """Go back to the best evaluation's training state, but for the counters; why not, "" where it was done."""
+    """Go back to the best evaluation's training state, but for the counters. Returns why it was not done, or ""."""
     folder = best.find_best(run.folder) / best.STATE
     try:
         checkpoint, _ = distributed.on_main(checkpoints.choose, folder)
@@ -147,15 +173,19 @@ def load_best_state(run: Run) -> str:
     if has_moved and not checkpoints.stored_names(checkpoint, "reference/") and not run.reference.reset():
         return f"{checkpoint} holds no reference, and the first one was no fresh adapter"
     offload.reload_optimizer_state(run.optimizer)
-    load_state(run, checkpoint, exact=False)  # of a branch's parent it may be another algorithm's
+
+    # A branch's best state may be its parent's, which may have had another algorithm.
+    load_state(run, checkpoint, exact=False)
     return ""
 
 
 def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Progress:
-    """Fill everything that training needs from a checkpoint; the counters of the run are the caller's to set.
+    """Fill all tensors that training needs from a checkpoint; the caller sets the counters of the run.
 
-    Another run's, which is not `exact`, may lack the reference and extra policies, or have some that this run does not
-    need. Extra policies that it lacks become the loaded policy,"""
+    Args:
+        exact: whether it is a checkpoint of this run. Another run's may lack the reference and extra policies, or have
+            some that this run does not need. Extra policies that it lacks become copies of the loaded policy.
+    """
     tensors = state(run)
     stored = tensors if exact else checkpoints.without_missing(tensors, checkpoint)
     progress = checkpoints.load(checkpoint, stored, exact)
@@ -168,6 +198,7 @@ def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Pr
 
 
 def _fill_best(run: Run, epoch: int, folder: Path) -> None:
+    """Write the averaged weights, and the training state if health.action may go back to it."""
     export(run, folder)
     if run.config.health.action == "roll_back":
         _save_state(run, folder / best.STATE, epoch)

@@ -1,4 +1,4 @@
-"""The start of a run: all that a user can get wrong is refused, then weights are loaded, then it resumes."""
+"""Start of a run: refuse everything that a user can get wrong, then load weights, then resume."""
 
 import os
 from collections.abc import Callable
@@ -46,8 +46,12 @@ class Prompts(NamedTuple):
 
     @property
     def any(self) -> Prompt | None:
-        """One that images are made of; None where none is ever made."""
-        return self.train[0] if self.drawn else next((split.prompts[0] for split in self.evaluated), None)
+        """A prompt that images are made of; None if no image is ever made."""
+        if self.drawn:
+            return self.train[0]
+        for split in self.evaluated:
+            return split.prompts[0]
+        return None
 
 
 def start(
@@ -64,26 +68,27 @@ def start(
     Args:
         extra_policies: names for policies that the script keeps beside the trained one, see Run.extra_policies.
         reference: whether to keep the first policy even where train.beta is 0.
-        stored_prompts: to train on in the place of the data set's, with images that exist already.
+        stored_prompts: prompts of stored images, to train on in place of the data set's.
     """
     checks.check(config, script)
     trackers.check_logger(config.logger)
     family = model_classes.resolve(config)
     texts = _check_files(config, family, stored_prompts)
-    draws = texts.any is not None  # else neither text encoders nor VAE are loaded
     if config.dry_run:
         _end_dry_run(config, script, family, texts, extra_policies)
     ranks = distributed.init_distributed()
     _check_device(config, ranks.device)
     plan = script.plan(config, ranks.world_size)
-    model_files.check_weights(config.model, family, frozen_parts=draws)
+
+    # Text encoders and VAE are loaded only if images are made.
+    model_files.check_weights(config.model, family, frozen_parts=texts.any is not None)
     place = distributed.on_main(resume.take_folder, config, texts.files).absolute()
     config.update_from_flattened_dict(place.kept)
     with folders.released_on_error(place.folder):
         run = _load(config, family, ranks, place, plan, texts, extra_policies, reference)
     if place.checkpoint:
         resume.resume(run, place)
-    run.board.truncate(run.epoch, evaluate.remaining(run))
+    run.board.truncate(run.epoch, evaluate.remaining_kinds(run))
     _say_cautions(run, texts)
     with explained(run.folder):
         distributed.on_main(provenance.note_start, run.folder, config, run.world_size, run.epoch)
@@ -136,18 +141,17 @@ def _load(
     extra_policies: tuple[str, ...],
     reference: bool,
 ) -> Run:
+    """Load models and rewards, and make the state of the run."""
+    train = config.train
     mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.offload == "weights")
-    # Waits for what this thread has asked of the device, not for rewards that are scored on it meanwhile.
-    synchronize = torch.cuda.current_stream(ranks.device).synchronize if ranks.device.type == "cuda" else None
-    pool = None
-    if texts.any:
-        pool = Pool(ranks.device, config.reward_fn, config.eval.rewards, config.reward)
-        distributed.on_all(pool.try_rewards, training_size(config), texts.any)
+    pool = _load_rewards(config, ranks.device, texts)
     model, embed_one = _load_frozen(config, family, ranks.device, plan, texts)
     lay_out(config, model, mesh)
-    trained, train = fsdp_utils.trainable_parameters(model.transformer), config.train
+    trained = fsdp_utils.trainable_parameters(model.transformer)
     return Run(
-        **ranks._asdict(),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        device=ranks.device,
         config=config,
         plan=plan,
         model=model,
@@ -160,19 +164,42 @@ def _load(
         reference=_reference(config, model.transformer) if train.beta > 0 or reference else None,
         extra_policies={name: Ema(trained) for name in extra_policies},
         inputs=place.inputs,
-        board=Dashboard(place.folder, config, distributed.is_main(), synchronize),
+        board=Dashboard(place.folder, config, distributed.is_main(), _synchronizer(ranks.device)),
         meter=Meter(ranks.device),
         embed_one=embed_one,
         scheduler=model.schedule(config.sample.num_steps, training_size(config)),
     )
 
 
+def _load_rewards(config: ConfigDict, device: torch.device, texts: Prompts) -> Pool | None:
+    """Load and try the rewards; None if no image is ever made."""
+    if texts.any is None:
+        return None
+    pool = Pool(device, config.reward_fn, config.eval.rewards, config.reward)
+    distributed.on_all(pool.try_rewards, training_size(config), texts.any)
+    return pool
+
+
+def _synchronizer(device: torch.device) -> Callable[[], None] | None:
+    """Function that waits for the work that this thread has queued on the device, or None on a CPU.
+
+    Rewards are scored on other streams, and are not waited for.
+    """
+    if device.type != "cuda":
+        return None
+    return torch.cuda.current_stream(device).synchronize
+
+
 def _load_frozen(
     config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
 ) -> tuple[FlowModel, Callable[[Prompt], Condition]]:
-    """The model, its transformer still empty, and prompt -> its condition, one at a time, so that its numbers do not
-    depend on its neighbours. Text encoders are loaded where config.cache_dir lacks prompts, and dropped with it."""
-    cache, missing = None, []
+    """Load the model, its transformer still empty, and make the function from a prompt to its condition.
+
+    Prompts are encoded one at a time, so that a condition does not depend on its neighbours. Text encoders are loaded
+    only if config.cache_dir lacks prompts, and dropped when it has them.
+    """
+    cache = None
+    missing = []
     if config.cache_dir and texts.any:
         cache, missing = _open_cache(config, family, device, plan, texts)
     model = family.load(
@@ -183,10 +210,14 @@ def _load_frozen(
         text=cache is None or bool(missing),
     )
     guided = _is_guided(config, family)
-    encode = lambda prompt: model.encode([prompt], width=config.text_tokens, guided=guided)  # noqa: E731
+
+    def encode(prompt: Prompt) -> Condition:
+        return model.encode([prompt], width=config.text_tokens, guided=guided)
+
     if cache is None:
         return model, embedding_cache.remembered(encode)
     if missing:
+        # Each rank encodes its share.
         cache.fill(missing[distributed.rank() :: distributed.world_size()], encode)
         loading.drop_text_encoders(model.pipeline)
     distributed.barrier()
@@ -194,7 +225,7 @@ def _load_frozen(
 
 
 def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
-    """That everything the config names is there; the prompts."""
+    """Raise UserError unless everything that the config names is there and fits. Returns the prompts."""
     load_weights.check_model(config, family)
     if config.sample.text_multiple and not family.CUTS_PADDING:
         raise UserError(
@@ -202,42 +233,51 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
             "padding, so none of it can be taken away; set 0"
         )
     if config.attention and config.attention not in family.ATTENTIONS:
+        choices = ["", *family.ATTENTIONS]
         raise UserError(
-            f"config.attention is {config.attention!r}; for {config.model} it may be "
-            f"{', '.join(map(repr, ('', *family.ATTENTIONS)))}"
+            f"config.attention is {config.attention!r}; for {config.model} it may be {', '.join(map(repr, choices))}"
         )
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
-    light = family.without_weights(config.model)
-    light.check_size(training_size(config))
-    light.check_steps(config.sample.num_steps, "config.sample.num_steps")
+    model = family.without_weights(config.model)
+    model.check_size(training_size(config))
+    model.check_steps(config.sample.num_steps, "config.sample.num_steps")
     if evaluates(config):
-        light.check_steps(config.eval.num_steps, "config.eval.num_steps")
+        model.check_steps(config.eval.num_steps, "config.eval.num_steps")
     texts = _load_prompts(config, stored_prompts)
-    scored = [prompt for file in texts.files for prompt in file.prompts]
+    scored = []
+    for file in texts.files:
+        scored += file.prompts
     rewards.check_prompts(config.reward_fn, scored, config.eval.rewards)
-    light.check_sources(scored)
-    light.check_prompts(scored, config.text_tokens)
+    model.check_sources(scored)
+    model.check_prompts(scored, config.text_tokens)
     return texts
 
 
 def _load_prompts(config: ConfigDict, stored_prompts: list[Prompt] | None) -> Prompts:
     """Open the files of prompts that the run needs, and no others."""
     drawn = stored_prompts is None
-    splits = ["train"] if drawn else []
+    files = {}
+    if drawn:
+        files["train"] = _open_split(config, "train")
     if drawn or evaluates(config):
-        splits += ["validation", "test"] if prompts.find_file(config.dataset, "validation") else ["test"]
-    files = {split: _open_split(config, split) for split in splits}
+        if prompts.find_file(config.dataset, "validation"):
+            files["validation"] = _open_split(config, "validation")
+        files["test"] = _open_split(config, "test")
 
-    train = files["train"].prompts if drawn else stored_prompts
+    # Without validation prompts the test prompts choose the best policy, too.
     test = prompts.Split("test", files["test"].prompts if "test" in files else [])
-    choosing = prompts.Split("validation", files["validation"].prompts) if "validation" in files else test
+    choosing = test
+    if "validation" in files:
+        choosing = prompts.Split("validation", files["validation"].prompts)
     evaluated = []
     if evaluates(config):
         evaluated = [test] if choosing is test else [choosing, test]
+    train = files["train"].prompts if drawn else stored_prompts
     return Prompts(train, choosing, test, evaluated, drawn, list(files.values()))
 
 
 def _open_split(config: ConfigDict, split: str) -> prompts.PromptFile:
+    """Open a file of the data set; the paths of its sources do not depend on the working directory."""
     file = prompts.open_split(config.dataset, split)
     return file._replace(prompts=prompts.with_absolute_sources(file.prompts))
 
@@ -259,20 +299,22 @@ def lay_out(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | 
 
 
 def _optimizer(config: ConfigDict, trained: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:
+    """AdamW of the trained parameters; the fused one saves a copy of them."""
     return torch.optim.AdamW(
         trained.values(),
         lr=config.train.learning_rate,
         betas=config.train.adam_betas,
         weight_decay=config.train.weight_decay,
-        fused=next(iter(trained.values())).is_cuda,  # saves a copy of all that is trained
+        fused=next(iter(trained.values())).is_cuda,
     )
 
 
 def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Reference:
+    """Reference policy: the transformer's present weights. A guidance scale of 0 means that of the policy."""
     return policies.Reference(
         transformer,
         interval=config.train.reference_interval,
-        guidance_scale=config.train.reference_guidance_scale or None,  # 0 = as the policy's
+        guidance_scale=config.train.reference_guidance_scale or None,
         fresh=not config.lora.path,
     )
 
@@ -280,24 +322,37 @@ def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Ref
 def _open_cache(
     config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
 ) -> tuple[embedding_cache.Cache, list[Prompt]]:
-    """The cache of config.cache_dir, and this run's prompts that it lacks. Raises UserError if it cannot take them."""
+    """Open the cache of config.cache_dir. Returns it, and the prompts of this run that it lacks. Raises UserError if it
+    cannot take them."""
+    # Everything that decides an embedding: a model class of one's own may encode otherwise.
     memory = Path(config.cache_dir, folders.DIGESTS)
-    version = distributed.on_main(family.text_version, config.model, memory) | dict(guided=_is_guided(config, family))
-    version |= dict(model_class=config.model_class) if config.model_class else {}  # it may encode otherwise
-    version |= dict(vae_precision=config.vae_precision) if family.MOST_SOURCES else {}
+    version = distributed.on_main(family.text_version, config.model, memory)
+    version = version | {"guided": _is_guided(config, family)}
+    if config.model_class:
+        version["model_class"] = config.model_class
+    if family.MOST_SOURCES:
+        version["vae_precision"] = config.vae_precision
     cache = embedding_cache.Cache(config.cache_dir, version, config.text_tokens, device)
-    drawn = [
-        texts.train[pick]
-        for epoch in range(config.num_epochs if texts.drawn else 0)
-        for pick in prompts.epoch_prompts(len(texts.train), plan.num_groups, config.seed, epoch)
-    ]
-    evaluated = [prompt for split in texts.evaluated for prompt in part_of(split, config).prompts]
-    missing = distributed.on_main(cache.missing, [*drawn, *evaluated])
+    missing = distributed.on_main(cache.missing, _encoded_prompts(config, plan, texts))
     if missing:
         cache.check_writable()
     return cache, missing
 
 
+def _encoded_prompts(config: ConfigDict, plan: batch_plan.BatchPlan, texts: Prompts) -> list[Prompt]:
+    """Prompts that the run encodes: those that its epochs draw, and those that are evaluated."""
+    encoded = []
+    if texts.drawn:
+        for epoch in range(config.num_epochs):
+            picks = prompts.epoch_prompts(len(texts.train), plan.num_groups, config.seed, epoch)
+            encoded += [texts.train[pick] for pick in picks]
+    for split in texts.evaluated:
+        encoded += part_of(split, config).prompts
+    return encoded
+
+
 def _is_guided(config: ConfigDict, family: type[FlowModel]) -> bool:
-    """Whether any forward of the run is of the negative prompt: every setting of a guidance scale is one of these."""
-    return any(family.is_guided(table.value_of(config, key)) for key in table.BY_KEY if key.endswith("guidance_scale"))
+    """Return whether any forward of the run needs the negative prompt."""
+    # Every setting of a guidance scale has a name that ends so.
+    scale_keys = [key for key in table.BY_KEY if key.endswith("guidance_scale")]
+    return any(family.is_guided(table.value_of(config, key)) for key in scale_keys)
