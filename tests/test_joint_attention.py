@@ -24,16 +24,14 @@ EPS = 1e-6
 def drawn(dtype=torch.float32, device="cpu"):
     """Arguments of the op, of text and image each: tokens, weights, angles."""
     generator = torch.Generator().manual_seed(0)
-    tokens = []
-    weights = []
+    tokens = [torch.randn(ROWS, length, HEADS, WIDTH, generator=generator) for length in (TEXT, IMAGE)]
+    weights = [torch.rand(WIDTH, generator=generator) + 0.5 for _ in range(2)]
     angles = []
     for length in (TEXT, IMAGE):
-        x = torch.randn(ROWS, length, HEADS, WIDTH, generator=generator)
-        weight = torch.rand(WIDTH, generator=generator) + 0.5
         turns = torch.rand(length, WIDTH // 2, generator=generator) * 7
-        tokens.append(x.to(device, dtype))
-        weights.append(weight.to(device, dtype))
         angles.append(torch.polar(torch.ones_like(turns), turns).to(device))
+    tokens = [x.to(device, dtype) for x in tokens]
+    weights = [weight.to(device, dtype) for weight in weights]
     return tokens, weights, angles
 
 

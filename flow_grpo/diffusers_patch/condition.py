@@ -1,6 +1,6 @@
 """Conditions of a transformer's velocity: all that it takes besides the latents and the timestep."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -116,7 +116,7 @@ class Condition:
 TENSORS = tuple(field.name for field in fields(Condition) if field.name != "negative")
 
 
-def _join(conditions: list[Condition], join: Callable[[list[Tensor]], Tensor]) -> Condition:
+def _join(conditions: Sequence[Condition], join: Callable[[list[Tensor]], Tensor]) -> Condition:
     """Make one condition of some: each field by `join`, and the negative likewise where all have one."""
     joined = {}
     for name in conditions[0].tensors():

@@ -185,12 +185,12 @@ def euler_step(requests: list[Request], velocities: Tensor) -> None:
 
 def solver_step(requests: list[Request], velocities: Tensor) -> None:
     """Take a step of a solver, for requests at the same of its steps."""
-    first = requests[0]
-    x = inputs_of(requests).x
-    memory = None
-    if first.solver_memory is not None:
-        memory = torch.cat([request.solver_memory for request in requests])
-    step = first.solver.step(velocities, first.step, x, memory)
+    solver = requests[0].solver
+    assert solver is not None
+    # None of them has a memory before its solver's first step.
+    memories = [request.solver_memory for request in requests if request.solver_memory is not None]
+    memory = torch.cat(memories) if memories else None
+    step = solver.step(velocities, requests[0].step, inputs_of(requests).x, memory)
     for row, request in enumerate(requests):
         request.latents = step.latents[row : row + 1]
         request.solver_memory = step.memory[row : row + 1]
@@ -201,7 +201,8 @@ def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
     first = requests[0]
     num_outcomes = first.num_branches
     x, t = inputs_of(requests)
-    generators = [request.generator for request in requests]
+    generators = [request.generator for request in requests if request.generator is not None]
+    assert len(generators) == len(requests), "a noisy step draws from its request's generator"
     # Noise of J outcomes is [R, J, ...]; a latent and its velocity are repeated for them.
     noise = rng.normal((num_outcomes, *x.shape[1:]), generators, x.device)
     step = sde_step_with_logprob(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import init_empty_weights
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import DiffusionPipeline
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.sde_with_logprob import Schedule
 from flow_grpo.diffusers_patch.size import Size
 
 NUM_LEVELS = 1000  # of the forward process
@@ -56,7 +57,7 @@ class FlowModel(ABC):
 
     NAME: ClassVar[str]  # in the names of configs and tools
     PIPELINE: ClassVar[type[DiffusionPipeline]]
-    TRANSFORMER: ClassVar[type[torch.nn.Module]]
+    TRANSFORMER: ClassVar[type[Any]]  # of diffusers, with the methods of its ModelMixin and ConfigMixin
     SHARD_UNITS: ClassVar[tuple[str, ...]]  # classes of the blocks
     LORA_TARGETS: ClassVar[tuple[str, ...]]  # ends of the names of the layers that an adapter adapts
     TEXT_TOKENS: ClassVar[int]  # that its pipeline reads; where not CUTS_PADDING, it may be told to read more
@@ -102,7 +103,7 @@ class FlowModel(ABC):
         dtypes = {"vae": vae_dtype, "default": text_dtype}
         left_out = {}
         if not text:
-            left_out = dict.fromkeys(loading.text_encoders(cls.PIPELINE.load_config(folder)))
+            left_out = dict.fromkeys(loading.text_encoders(loading.read_index(cls.PIPELINE, folder)))
         with loading.foreign(folder, "text encoders or VAE"):
             pipeline = cls.PIPELINE.from_pretrained(folder, transformer=transformer, dtype=dtypes, **left_out)
         return cls(loading.frozen(pipeline, device), device)
@@ -144,7 +145,7 @@ class FlowModel(ABC):
         return version
 
     @property
-    def transformer(self) -> torch.nn.Module:
+    def transformer(self) -> Any:
         """Transformer that is trained, as diffusers has it, with its names of weights."""
         return self.pipeline.transformer
 
@@ -170,13 +171,13 @@ class FlowModel(ABC):
         else:
             most = width
             limit = f"config.text_tokens = {width}"
-        too_long = {}
+        too_long: dict[str, int] = {}
         for prompt in prompts:
             count = self.num_text_tokens(prompt)
             if count > most:
                 too_long[prompt.text] = count
         if too_long:
-            longest = max(too_long, key=too_long.get)
+            longest = max(too_long, key=lambda text: too_long[text])
             raise UserError(
                 f"{len(too_long)} prompts have more tokens than {limit}; the longest has {too_long[longest]}: "
                 f"{quoted(longest)}"
@@ -238,7 +239,7 @@ class FlowModel(ABC):
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Shape of one row of each text field of a Condition with `width` tokens."""
-        shapes = {"text_embeds": (width, self.transformer_config[self.TEXT_WIDTH])}
+        shapes: dict[str, tuple[int, ...]] = {"text_embeds": (width, self.transformer_config[self.TEXT_WIDTH])}
         if self.CUTS_PADDING:
             shapes["mask"] = (width,)
         return shapes
@@ -252,7 +253,7 @@ class FlowModel(ABC):
         """Draw standard normal latents [B, ...] float32, row b from generators[b]."""
         return rng.normal(self.latent_shape(size), generators, self.device)
 
-    def schedule(self, num_steps: int, size: Size) -> FlowMatchEulerDiscreteScheduler:
+    def schedule(self, num_steps: int, size: Size) -> Schedule:
         """Copy the pipeline's scheduler, with `timesteps` [T] and `sigmas` [T + 1] set for images of this size."""
         return self._schedule_of(num_steps, num_steps, size)
 
@@ -267,7 +268,7 @@ class FlowModel(ABC):
             )
         return self._schedule_of(NUM_LEVELS, num_steps, size).timesteps
 
-    def _schedule_of(self, num_levels: int, num_steps: int, size: Size) -> FlowMatchEulerDiscreteScheduler:
+    def _schedule_of(self, num_levels: int, num_steps: int, size: Size) -> Schedule:
         """Copy the pipeline's scheduler, set to `num_levels` levels, with the shift of `num_steps` sampled steps."""
         return loading.schedule(
             self.pipeline.scheduler,

@@ -18,6 +18,7 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.formatting import in_one_line, quoted
+from flow_grpo.diffusers_patch.sde_with_logprob import Schedule
 from flow_grpo.kernels import compilation
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 
@@ -36,7 +37,7 @@ def pipeline_name(folder: str) -> str:
     place = Path(locations.resolve(folder))
     _check_place(folder, place)
     try:
-        name = DiffusionPipeline.load_config(str(place)).get("_class_name")
+        name = read_index(DiffusionPipeline, str(place)).get("_class_name")
     except OSError as error:
         hint = f"; if it is a LoRA{locations.download_hint(folder)}" if locations.is_hub_id(folder) else ""
         raise UserError(
@@ -49,6 +50,13 @@ def pipeline_name(folder: str) -> str:
             "diffusers pipeline; pipelines that bring their own code are not supported"
         )
     return name
+
+
+def read_index(pipeline_class: type[DiffusionPipeline], folder: str) -> dict[str, Any]:
+    """Read the model_index.json of a folder or hub id: its parts, [library, class] each, and settings."""
+    index = pipeline_class.load_config(folder)
+    assert isinstance(index, dict), "without options diffusers returns the settings alone"
+    return index
 
 
 def _check_place(model: str, place: Path) -> None:
@@ -90,7 +98,7 @@ def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **comp
     """Load the pipeline's tokenizers and scheduler alone, for checks that need no weight, with `components` beside
     them."""
     folder = locations.resolve(folder)
-    index = pipeline_class.load_config(folder)
+    index = read_index(pipeline_class, folder)
     _, scheduler_class = index["scheduler"]
     model = f"config.model {quoted(folder)}"
     # By name first: another class may not even take its settings.
@@ -111,9 +119,9 @@ def check_scheduler(scheduler, model: str = "this model") -> None:
     for setting in ("stochastic_sampling", "invert_sigmas"):
         if config[setting]:
             raise UserError(f"{model}: its scheduler's {setting} is true, which training does not support; set false")
-    if config.num_train_timesteps != NUM_TIMESTEPS:
+    if config["num_train_timesteps"] != NUM_TIMESTEPS:
         raise UserError(
-            f"{model}: its scheduler's num_train_timesteps is {config.num_train_timesteps}; training takes "
+            f"{model}: its scheduler's num_train_timesteps is {config['num_train_timesteps']}; training takes "
             f"{NUM_TIMESTEPS} alone"
         )
     ignored = _ignored_settings(config)
@@ -205,7 +213,7 @@ def schedule(
     *,
     sigmas: bool | list[float],
     shift: float | None = None,
-) -> FlowMatchEulerDiscreteScheduler:
+) -> Schedule:
     """Copy a pipeline's scheduler, with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`.
 
     Args:
@@ -213,18 +221,19 @@ def schedule(
         shift: of a scheduler with dynamic shifts; None = linear in the tokens, as its config has it.
     """
     check_scheduler(scheduler)
-    scheduler = copy.deepcopy(scheduler)
-    config = scheduler.config
-    if config.use_dynamic_shifting and shift is None:
-        # Larger images have noisier steps.
-        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-        shift = config.base_shift + slope * (num_tokens - config.base_image_seq_len)
+    copied: Any = copy.deepcopy(scheduler)
+    config = copied.config
+    if config["use_dynamic_shifting"] and shift is None:
+        # Larger images have noisier steps: the shift is linear in the tokens.
+        base_tokens = config["base_image_seq_len"]
+        slope = (config["max_shift"] - config["base_shift"]) / (config["max_image_seq_len"] - base_tokens)
+        shift = config["base_shift"] + slope * (num_tokens - base_tokens)
     if num_steps == 1:
         # diffusers stretches sigmas so that the last is the terminal one. 1, the only one, cannot be moved: 0 / 0.
-        scheduler.register_to_config(shift_terminal=None)
+        copied.register_to_config(shift_terminal=None)
     unshifted = sigmas or None
     if sigmas is True:
         unshifted = np.linspace(1.0, 1 / num_steps, num_steps)
-    scheduler.set_timesteps(num_steps, sigmas=unshifted, mu=shift, device=device)
-    scheduler.sigmas = scheduler.sigmas.to(device)
-    return scheduler
+    copied.set_timesteps(num_steps, sigmas=unshifted, mu=shift, device=device)
+    copied.sigmas = copied.sigmas.to(device)
+    return copied

@@ -58,7 +58,7 @@ def _imported(name: str) -> type[FlowModel]:
         pass  # an empty name
     except ModuleNotFoundError as error:
         # Another module that the class's own imports lack is an error of that file, which is shown as it is.
-        if not module.startswith(error.name):
+        if error.name is None or not module.startswith(error.name):
             raise
     if not (isinstance(model_class, type) and issubclass(model_class, FlowModel)):
         raise UserError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flow_grpo.diffusers_patch.condition import Condition, ConditionShapes
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
-from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
+from flow_grpo.diffusers_patch.sde_with_logprob import Schedule, SDEStep
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.diffusers_patch.solvers import Solver, solver_of
 
@@ -51,9 +51,9 @@ class Request:
 
     name: Any  # what the caller knows it by
     condition: Condition  # 1 row
-    latents: Tensor | None  # [1, ...] f32, before its next step; None = those of the prefix that it continues
+    latents: Tensor  # [1, ...] f32, before its next step; it gets those of the prefix that it continues
     size: Size
-    scheduler: Any  # timesteps [T], sigmas [T + 1]
+    scheduler: Schedule
     params: SamplingParams
     noisy_steps: range = range(0)
     num_branches: int = 1  # above 1: a trunk; it goes on without noise, and ends with its last noisy step

@@ -21,6 +21,7 @@ from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, ForwardCont
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.request import Request, TracedStep
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.sde_with_logprob import Schedule
 from flow_grpo.diffusers_patch.size import Size
 
 
@@ -193,7 +194,7 @@ def prepare_encode(
     noisy_steps: range,
     names: Iterable[Any],
     num_branches: int = 1,
-    scheduler: Any = None,
+    scheduler: Schedule | None = None,
     latents: Tensor | None = None,
     groups: list[int] | None = None,
     short_conditions: list[Condition] | None = None,
@@ -250,8 +251,6 @@ def shared_prefixes(requests: list[Request], groups: list[int]) -> list[Request]
         )
         prefixes.append(prefix)
     for request in requests:
-        # It gets the prefix's latents once that is finished.
-        request.latents = None
         request.step = request.noisy_steps.start
     return prefixes
 

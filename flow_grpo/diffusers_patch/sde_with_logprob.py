@@ -6,13 +6,20 @@ different timesteps.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.diffusers_patch.sampling_params import SDE_TYPES
+
+
+class Schedule(Protocol):
+    """Schedule of a walk from noise to the image, such as a scheduler of diffusers whose timesteps are set."""
+
+    timesteps: Tensor  # [T] f32, descending, 1000 * sigma
+    sigmas: Tensor  # [T + 1] f32, the last is 0
 
 
 class SDEStep(NamedTuple):
@@ -35,7 +42,7 @@ class Transition(NamedTuple):
 
 
 def sde_step_with_logprob(
-    scheduler: Any,
+    scheduler: Schedule,
     model_output: Tensor,
     timestep: Tensor,
     sample: Tensor,
@@ -103,7 +110,7 @@ def _log_prob(prev_sample: Tensor, transition: Transition, sde_type: str) -> Ten
     return log_density.flatten(1).mean(1, dtype=torch.float64).float()
 
 
-def _sigmas_at(scheduler: Any, timestep: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def _sigmas_at(scheduler: Schedule, timestep: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the present and the next sigma of each row, [B, 1...], so that they multiply x [B, ...]."""
     timesteps = scheduler.timesteps.to(x)
     sigmas = scheduler.sigmas.to(x)

@@ -12,6 +12,7 @@ from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
 from flow_grpo.diffusers_patch.sampling_params import SOLVERS
+from flow_grpo.diffusers_patch.sde_with_logprob import Schedule
 
 
 class SolverStep(NamedTuple):
@@ -25,8 +26,8 @@ class DPMSolver:
     """DPM-Solver++ of 2nd order, midpoint (arXiv:2211.01095), over max(1, ratio * what is left) of the scheduler's own
     sigmas, evenly spread from step `start` to sigma = 0. diffusers' scheduler computes it."""
 
-    def __init__(self, scheduler: Any, start: int, ratio: float):
-        self.scheduler = DPMSolverMultistepScheduler(
+    def __init__(self, scheduler: Schedule, start: int, ratio: float):
+        self.scheduler: Any = DPMSolverMultistepScheduler(
             algorithm_type="dpmsolver++",
             solver_type="midpoint",
             prediction_type="flow_prediction",
@@ -71,7 +72,7 @@ class Extrapolation:
     those of the whole schedule, which keeps the order of rewards better than a solver of its own on a coarser grid.
     """
 
-    def __init__(self, scheduler: Any, start: int, ratio: float):
+    def __init__(self, scheduler: Schedule, start: int, ratio: float):
         num_steps = len(scheduler.timesteps)
         steps = asked_steps(start, num_steps, ratio)
         self.timesteps = scheduler.timesteps[steps]
@@ -111,10 +112,10 @@ def asked_steps(start: int, num_steps: int, ratio: float) -> list[int]:
 
 
 Solver = DPMSolver | Extrapolation
-SOLVER_CLASSES = dict(zip(SOLVERS, (DPMSolver, Extrapolation), strict=True))
+SOLVER_CLASSES: dict[str, type[Solver]] = dict(zip(SOLVERS, (DPMSolver, Extrapolation), strict=True))
 
 
 @lru_cache(maxsize=256)
-def solver_of(name: str, scheduler: Any, start: int, ratio: float) -> Solver:
+def solver_of(name: str, scheduler: Schedule, start: int, ratio: float) -> Solver:
     """Make the solver that all requests share which begin at this step of this scheduler."""
     return SOLVER_CLASSES[name](scheduler, start, ratio)

@@ -19,7 +19,7 @@ from flow_grpo.kernels.quantised_linear import EightBitLinear
 
 # No form of a sum is chosen by its time, so that a graph compiled again has the same bits. Only as an option does it
 # hold for all graphs: torch.use_deterministic_algorithms, which the compiler calls itself, resets the setting.
-OPTIONS = dict(deterministic=True)
+OPTIONS: dict[str, Any] = dict(deterministic=True)
 # GELU is nowhere below this, in any rounding.
 LOWEST_GELU = -0.172
 
@@ -63,7 +63,8 @@ def _simplify(unit: nn.Module) -> None:
 
 def _is_plain(module: FeedForward) -> bool:
     """Tell whether it is a layer, GELU by tanh, no dropout, and a layer."""
-    first, dropout, *rest = module.net
+    layers: Any = module.net
+    first, dropout, *rest = layers
     return isinstance(first, GELU) and first.approximate == "tanh" and dropout.p == 0 and len(rest) == 1
 
 
@@ -72,7 +73,8 @@ class _FeedForward(FeedForward):
     GELU: after it, each GELU would be computed twice."""
 
     def forward(self, x: Tensor) -> Tensor:
-        first, _, last = self.net
+        layers: Any = self.net
+        first, _, last = layers
         x = first.proj(x)
         if not _rounds_x(last):
             return last(gelu(x))

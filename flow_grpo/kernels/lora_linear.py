@@ -42,12 +42,13 @@ def suits(layer: nn.Module) -> bool:
 
 def results_of(layers: list[nn.Module], x: Tensor) -> list[Tensor]:
     """Compute each layer's result of one x [..., in]. A x of all adapters is one product, which reads x once."""
-    if not all(isinstance(layer, AdaptedLinear) and not layer.disable_adapters for layer in layers):
+    adapted = [layer for layer in layers if isinstance(layer, AdaptedLinear) and not layer.disable_adapters]
+    if len(adapted) < len(layers):
         return [layer(x) for layer in layers]
-    downs = [layer.down for layer in layers]
+    downs = [layer.down for layer in adapted]
     ranks = [len(down) for down in downs]
     narrows = _product(x, torch.cat(downs)).split(ranks, -1)
-    return [layer(x, narrow=narrow) for layer, narrow in zip(layers, narrows, strict=True)]
+    return [layer(x, narrow=narrow) for layer, narrow in zip(adapted, narrows, strict=True)]
 
 
 def _product(x: Tensor, down: Tensor) -> Tensor:

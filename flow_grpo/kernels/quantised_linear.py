@@ -51,7 +51,8 @@ class QuantisedLinear(nn.Module):
     def of(cls, linear: nn.Linear) -> "QuantisedLinear":
         """Make the layer of a linear one; its weight is stored if it is there."""
         weight = linear.weight
-        layer = cls(*weight.shape, linear.bias, weight.dtype, weight.device)
+        out_features, in_features = weight.shape
+        layer = cls(out_features, in_features, linear.bias, weight.dtype, weight.device)
         if not weight.is_meta:
             layer.store(weight.detach())
         return layer
@@ -78,6 +79,9 @@ class EightBitLinear(QuantisedLinear):
     Where `rounds_x` says so, products are of 8-bit rows of x and of W, with sums in float32 and without gradients. An x
     of few rows, or of one vector per image (modulation), keeps its bits, which costs nothing there.
     """
+
+    rows: Tensor  # [out, in] e4m3
+    scale: Tensor  # [out, 1] f32
 
     def empty(self, device: torch.device) -> dict[str, Tensor]:
         """Make rows, and a scale of each."""
@@ -171,6 +175,9 @@ def quantise(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
 class NF4Linear(QuantisedLinear):
     """Linear layer of NF4 weights (arXiv:2305.14314), dequantised in every forward and backward."""
 
+    codes: Tensor  # [out, in / 2] uint8, two 4-bit codes each
+    scale: Tensor  # [out, blocks of a row] bf16
+
     def empty(self, device: torch.device) -> dict[str, Tensor]:
         """Make codes, two a byte, and a bfloat16 scale for each block of a row."""
         if self.in_features % 2:
@@ -206,8 +213,9 @@ class UnpackedProduct(torch.autograd.Function):
         return F.linear(x, _weight(stored, scale, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         """Compute the gradient of x from that of the result, [..., out]."""
+        (grad,) = grad_outputs
         stored, scale = ctx.saved_tensors
         return grad @ _weight(stored, scale, grad.dtype), None, None, None
 

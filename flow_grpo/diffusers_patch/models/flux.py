@@ -46,6 +46,7 @@ class Flux(FlowModel):
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """Give the transformer `guidance_scale` as an input; FLUX.1-schnell, which has none, ignores it."""
         transformer = self.transformer
+        assert condition.pooled is not None
         dtype = transformer.x_embedder.weight.dtype
         guidance = None
         if transformer.config.guidance_embeds:
@@ -58,7 +59,7 @@ class Flux(FlowModel):
             encoder_hidden_states=condition.text_embeds.to(dtype),
             pooled_projections=condition.pooled.to(dtype),
             txt_ids=torch.zeros(condition.num_tokens, 3, device=x.device, dtype=dtype),
-            img_ids=self.PIPELINE._prepare_latent_image_ids(1, rows, columns, x.device, dtype),
+            img_ids=FluxPipeline._prepare_latent_image_ids(1, rows, columns, x.device, dtype),
             return_dict=False,
         )[0]
         return velocity.float()

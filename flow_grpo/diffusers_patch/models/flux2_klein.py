@@ -4,10 +4,12 @@ Text is three layers of one encoder; latents are normalised per channel of a pat
 steps, too. Distilled weights take no guidance; those of the base variants take it as a second forward.
 """
 
+from typing import Any
+
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
-from torch import Tensor, nn
+from torch import Tensor
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
@@ -63,7 +65,7 @@ class Flux2Klein(FlowModel):
 
     def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """Guide as FlowModel does. Raises UserError for guidance of distilled weights, which diffusers ignores."""
-        if self.is_guided(guidance_scale) and self.pipeline.config.is_distilled:
+        if self.is_guided(guidance_scale) and self.pipeline.config["is_distilled"]:
             raise UserError(f"the guidance scale is {guidance_scale}, but these weights are distilled: set 1")
         return super().velocity(x, t, condition, guidance_scale, size)
 
@@ -105,7 +107,7 @@ class Flux2Klein(FlowModel):
         return (self.pipeline._patchify_latents(z) - mean) / std
 
 
-def normalisation(vae: nn.Module) -> tuple[Tensor, Tensor]:
+def normalisation(vae: Any) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of patches, [1, C, 1, 1] f32 each: those of the VAE's batch norm."""
     mean = vae.bn.running_mean.float().view(1, -1, 1, 1)
     variance = vae.bn.running_var.float().view(1, -1, 1, 1)

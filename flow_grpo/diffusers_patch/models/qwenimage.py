@@ -1,5 +1,7 @@
 """Qwen-Image: diffusers' QwenImagePipeline taken apart into what training needs."""
 
+from typing import Any
+
 import torch
 from diffusers import DiffusionPipeline, QwenImagePipeline, QwenImageTransformer2DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -103,7 +105,7 @@ def decoded(pipeline: DiffusionPipeline, latents: Tensor) -> Tensor:
     return vae.decode(video.to(vae.dtype), return_dict=False)[0][:, :, 0]
 
 
-def normalisation(vae: nn.Module) -> tuple[Tensor, Tensor]:
+def normalisation(vae: Any) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of the VAE's latents, [1, c, 1, 1, 1] f32 each."""
     mean = torch.tensor(vae.config.latents_mean, device=vae.device).view(1, -1, 1, 1, 1)
     std = torch.tensor(vae.config.latents_std, device=vae.device).view(1, -1, 1, 1, 1)
@@ -120,15 +122,17 @@ class JointAttention(QwenDoubleStreamAttnProcessor2_0):
 
     def __call__(
         self,
-        attn: nn.Module,
+        attn: Any,
         hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
         encoder_hidden_states_mask: Tensor | None = None,
-        attention_mask: None = None,
+        attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend among image tokens [B, N, C] and text tokens [B, T, C], with a mask [B, T] of the text or None, and
         the rotary angles of both."""
+        assert encoder_hidden_states is not None
+        assert image_rotary_emb is not None
         assert attention_mask is None, "the mask is the text's: encoder_hidden_states_mask"
         image_qkv = _heads_of([attn.to_q, attn.to_k, attn.to_v], hidden_states, attn.heads)
         text_qkv = _heads_of([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj], encoder_hidden_states, attn.heads)
@@ -167,12 +171,12 @@ def _heads_of(layers: list[nn.Module], tokens: Tensor, num_heads: int) -> list[T
     return [result.unflatten(-1, (num_heads, -1)) for result in results_of(layers, tokens)]
 
 
-def _join(parts: list[Tensor], norms: list[nn.Module], angles: list[Tensor]) -> Tensor:
+def _join(parts: list[Tensor], norms: list[Any], angles: list[Tensor]) -> Tensor:
     """Norm, rotate and join the heads of image and text."""
     return norm_rotate_join(parts, [norm.weight for norm in norms], angles, norms[0].eps)
 
 
-def join_attention(transformer: QwenImageTransformer2DModel, attention: str = "") -> None:
+def join_attention(transformer: Any, attention: str = "") -> None:
     """Give a transformer's attention this processor, where the norms' weights are frozen and a head's width is a power
     of 2, as the kernel has it."""
     for block in transformer.transformer_blocks:

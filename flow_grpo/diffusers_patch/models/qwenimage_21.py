@@ -5,19 +5,20 @@ timestep. Images have an alpha channel, and are composited on white.
 """
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 import diffusers
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, QwenImage21Transformer2DModel
+from diffusers import DiffusionPipeline, QwenImage21Transformer2DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage21 import (
     QwenImage21AttnProcessor,
     _qwenimage21_prepare_qkv,
     apply_rotary_emb_qwen,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, Qwen3VLProcessor
 
@@ -26,6 +27,7 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import NUM_LEVELS, FlowModel
 from flow_grpo.diffusers_patch.models.qwenimage import decoded, encoded
+from flow_grpo.diffusers_patch.sde_with_logprob import Schedule
 from flow_grpo.diffusers_patch.size import Size
 
 
@@ -44,11 +46,11 @@ class QwenImage21Pipeline(diffusers.QwenImage21Pipeline):
     """Pipeline of diffusers, under its name, with a processor of texts."""
 
     @classmethod
-    def from_pretrained(cls, folder: str, **options) -> "QwenImage21Pipeline":
+    def from_pretrained(cls, pretrained_model_name_or_path: str | PathLike, **options: Any) -> "QwenImage21Pipeline":
         if options.get("processor") is None:
-            tokenizer = AutoTokenizer.from_pretrained(folder, subfolder="processor")
+            tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path, subfolder="processor")
             options["processor"] = TextProcessor(tokenizer)
-        return super().from_pretrained(folder, **options)
+        return super().from_pretrained(pretrained_model_name_or_path, **options)
 
 
 class QwenImage21(FlowModel):
@@ -99,14 +101,14 @@ class QwenImage21(FlowModel):
         factor = self.pipeline.vae_scale_factor
         return size.height // factor, size.width // factor
 
-    def schedule(self, num_steps: int, size: Size) -> FlowMatchEulerDiscreteScheduler:
+    def schedule(self, num_steps: int, size: Size) -> Schedule:
         """Set the weights' own sigmas, where they come with such. Raises UserError if these are not `num_steps`."""
         self.check_steps(num_steps)
         return self._schedule_of(num_steps, num_steps, size)
 
     def check_steps(self, num_steps: int, name: str = "num_steps") -> None:
         """Raise UserError for another number of steps than the weights have sigmas for."""
-        sigmas = self.pipeline.config.sample_sigmas
+        sigmas = self.pipeline.config["sample_sigmas"]
         if sigmas and len(sigmas) != num_steps:
             raise UserError(
                 f"{name} is {num_steps}, but these weights have sigmas of their own, for {len(sigmas)} steps"
@@ -117,7 +119,7 @@ class QwenImage21(FlowModel):
 
     def sigmas(self, num_levels: int) -> bool | list[float]:
         """Return the weights' own sigmas, where they come with such; of another number, between these and 0."""
-        sigmas = self.pipeline.config.sample_sigmas
+        sigmas = self.pipeline.config["sample_sigmas"]
         if not sigmas:
             return True
         if len(sigmas) == num_levels:
@@ -212,7 +214,7 @@ class RowPositions(QwenImage21AttnProcessor):
 
     def __call__(
         self,
-        attn: nn.Module,
+        attn: Any,
         hidden_states: Tensor,
         *,
         rotary_emb: Tensor,
@@ -231,6 +233,7 @@ class RowPositions(QwenImage21AttnProcessor):
         mask = None if key_valid is None else key_valid[:, None, None]
 
         # Text is causal, the image sees all. A text's padding comes after all that its own tokens see.
+        assert segments is not None
         ((_, num_text, _),) = segments
         text = dispatch_attention_fn(
             queries[:, :num_text],
@@ -250,4 +253,6 @@ class RowPositions(QwenImage21AttnProcessor):
 
 def _rotated(tokens: Tensor, angles: Tensor) -> Tensor:
     """Heads [B, L, H, D] rotated by angles [B, L, D / 2]; diffusers takes [L, D / 2] of heads' second dimension."""
-    return apply_rotary_emb_qwen(tokens.transpose(1, 2), angles, use_real=False).transpose(1, 2)
+    rotated = apply_rotary_emb_qwen(tokens.transpose(1, 2), angles, use_real=False)
+    assert isinstance(rotated, Tensor)
+    return rotated.transpose(1, 2)

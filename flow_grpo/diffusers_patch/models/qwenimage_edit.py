@@ -2,6 +2,9 @@
 needs. A prompt has one to three source images, each at its own aspect ratio: the text encoder sees them small, and the
 transformer sees their latents behind the image's."""
 
+from os import PathLike
+from typing import Any
+
 import diffusers
 import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
@@ -56,12 +59,16 @@ class QwenImageEditPlusPipeline(diffusers.QwenImageEditPlusPipeline):
         self.register_to_config(source_pixels=source_pixels, seen_pixels=seen_pixels)
 
     @classmethod
-    def from_pretrained(cls, folder: str, **options) -> "QwenImageEditPlusPipeline":
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | PathLike, **options: Any
+    ) -> "QwenImageEditPlusPipeline":
         if options.get("processor") is None:
-            image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="processor")
-            tokenizer = AutoTokenizer.from_pretrained(folder, subfolder="processor")
+            image_processor = Qwen2VLImageProcessorPil.from_pretrained(
+                pretrained_model_name_or_path, subfolder="processor"
+            )
+            tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path, subfolder="processor")
             options["processor"] = ImageProcessor(image_processor, tokenizer)
-        return super().from_pretrained(folder, **options)
+        return super().from_pretrained(pretrained_model_name_or_path, **options)
 
 
 class QwenImageEdit(QwenImage):

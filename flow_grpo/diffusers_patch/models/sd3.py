@@ -57,6 +57,7 @@ class StableDiffusion3(FlowModel):
         return shapes
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        assert condition.pooled is not None
         dtype = self.transformer.context_embedder.weight.dtype
         velocity = self.transformer(
             hidden_states=x.to(dtype),
