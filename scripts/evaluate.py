@@ -217,7 +217,7 @@ class Table(NamedTuple):
 
 def configured(args: argparse.Namespace) -> tuple[list[Candidate], ConfigDict]:
     """Return the policies, each with its settings, and the settings that all share, the first run's."""
-    runs = [Path(name) for name in args.policies if policies_to_compare.is_run(Path(name))]
+    runs = list(filter(policies_to_compare.is_run, map(Path, args.policies)))
     common = policies_to_compare.run_config(runs[0]) if runs else default_config()
     common.model = args.model or common.model
     compared = [policies_to_compare.find_candidate(name, common, args.weights) for name in args.policies]
@@ -448,9 +448,12 @@ def over_seeds(table: Table, compared: list[Candidate]) -> str:
     if len(table.rows) != len(compared):
         return ""
     row_of = {}
+    runs = []
     for candidate, row in zip(compared, table.rows, strict=True):
+        is_new = candidate.name not in row_of
         row_of[candidate.name] = row
-    runs = [run_history.read_run(Path(name), name) for name in row_of if policies_to_compare.is_run(Path(name))]
+        if is_new and policies_to_compare.is_run(Path(candidate.name)):
+            runs.append(run_history.read_run(Path(candidate.name), candidate.name))
     lines = []
     for group in run_history.differing_in_seed(runs):
         names = [run.label for run in group]
@@ -468,7 +471,7 @@ def write_sheet(
     numbers = list(scores.images)
     images = torch.stack(list(scores.images.values()))
     shown_prompts = [split.prompts[i] for i in numbers]
-    averages = scores.values["avg"][0, numbers]
+    averages = scores.values["avg"][0, numbers].tolist()
     sheet = contact_sheet(beside_sources(images, shown_prompts), captions_of(shown_prompts), averages)
     name = re.sub(r"\W+", "_", f"{settings['policy']}_{settings['weights']}").strip("_")
     with folders.published(folder / f"{number}_{name}.png") as scratch:
@@ -478,11 +481,17 @@ def write_sheet(
 def as_json(table: Table, row: Row) -> dict[str, Any]:
     """Return what scores.json has of a row."""
     fields = dict(row.settings)
-    fields["all"] = {name: estimate._asdict() for name, estimate in row.columns.items()}
-    fields["by_category"] = {name: estimate._asdict() for name, estimate in row.by_category.items()}
+    fields["all"] = as_dicts(row.columns)
+    fields["by_category"] = as_dicts(row.by_category)
     fields["plain_sum"] = table.hides_sum
-    fields["scores"] = {name: values.T.tolist() for name, values in row.values.items()}
+    fields["scores"] = {}
+    for name, values in row.values.items():
+        fields["scores"][name] = values.T.tolist()
     return plain(fields)
+
+
+def as_dicts(named: dict[str, Estimate]) -> dict[str, dict[str, float]]:
+    return {name: estimate._asdict() for name, estimate in named.items()}
 
 
 def score_all(

@@ -126,7 +126,8 @@ MADE_BY = (
 )
 NO_SCORE = "the reward failed"  # for all of a prompt's images but one, or for all
 
-Rows = list[Prompt] | list[dict[str, Any]] | PickAPic  # of a source: prompts, lines of pairs.jsonl, or Pick-a-Pic's
+# Rows of a source: prompts, objects of pairs.jsonl, or the rows of Pick-a-Pic's files.
+Rows = list[Any] | PickAPic
 
 
 class Made(NamedTuple):
@@ -516,11 +517,12 @@ def make_parts(
     if options.source:
         maker = FromImages(config, type(light), ranks.device)
         batch_size = config.vae_batch_size
-        first = prompt_of(rows[0:1][0])
+        (row,) = rows[0:1]
+        first = prompt_of(row)
     else:
         maker = FromRollouts(config, type(light), ranks.device)
         batch_size = config.sample.batch_size // config.sample.num_images_per_prompt
-        first = rows[0]
+        (first,) = rows[0:1]
     shapes = light.row_shapes(training_size(config), config.text_tokens, first)
     held_out = held_out_below(options, rows, num_used)
     total = sum(map(len, parts.values()))
@@ -542,7 +544,7 @@ def main(config: ConfigDict, options: Options = DEFAULTS) -> None:
     digests = digests_of(rows, options.max_rows) if distributed.is_main() else {}
     if not options.source:
         # Rewards of one's own may change the working directory.
-        rows = prompts.with_absolute_sources(rows)
+        rows = prompts.with_absolute_sources(list(rows))
     is_claimed = claim(config, options, folder, digests) if distributed.is_main() else None
     if not distributed.broadcast_object(is_claimed):
         print(f"{folder} is complete")

@@ -1,6 +1,7 @@
 """Editing: the task and its reward, sources on their way to rewards and sheets, and pairs with sources."""
 
 import json
+from functools import partial
 
 import draw_edits
 import pytest
@@ -21,7 +22,8 @@ from flow_grpo.monitoring import plots
 from flow_grpo.rewards import detection
 from flow_grpo.rewards import edits as reward
 
-NFT, DPO = "editreward_qwenimage_edit_nft", "edits_qwenimage_edit_dpo"
+NFT = "editreward_qwenimage_edit_nft"
+DPO = "edits_qwenimage_edit_dpo"
 CPU = torch.device("cpu")
 PROMPTS = {split: load_prompts("dataset/edits", split) for split in ("train", "validation", "test")}
 
@@ -97,14 +99,15 @@ def test_objects_of_a_picture_that_is_no_square_stand_where_the_metadata_says(tu
 
 
 def test_sources_are_what_the_metadata_says_and_no_split_shares_one():
-    sources = {split: {prompt.sources[0] for prompt in prompts} for split, prompts in PROMPTS.items()}
-    assert not sources["train"] & (sources["validation"] | sources["test"])
+    trained = {prompt.sources[0] for prompt in PROMPTS["train"]}
+    assert not trained & {prompt.sources[0] for prompt in PROMPTS["validation"] + PROMPTS["test"]}
     for split, prompts in PROMPTS.items():
         assert len(prompts) == draw_edits.SPLITS[split][1]
         pictures = torch.stack([from_picture(*prompt.pictures()) for prompt in prompts])
         objects = detection.detect(pictures)
         for prompt, seen in zip(prompts, objects):
-            assert all(reward._is_there(seen, entry) for entry in prompt.metadata["objects"])
+            for entry in prompt.metadata["objects"]:
+                assert reward._is_there(seen, entry)
             assert len(seen) == len(prompt.metadata["objects"])
     assert PROMPTS["test"][0].digest != Prompt(PROMPTS["test"][0].text).digest
     assert PROMPTS["test"][0].digest == Prompt(PROMPTS["test"][0].text, {}, PROMPTS["test"][0].sources).digest
@@ -116,15 +119,19 @@ def test_what_no_run_could_use_is_refused(tmp_path):
     (tmp_path / "text.png").write_text("no picture")
 
     def loads(*sources):
-        lines = (json.dumps({"prompt": "a", "sources": names}) + "\n" for names in sources)
-        (path := tmp_path / "test_metadata.jsonl").write_text("".join(lines))
+        lines = [json.dumps({"prompt": "a", "sources": names}) for names in sources]
+        path = tmp_path / "test_metadata.jsonl"
+        path.write_text("\n".join(lines))
         return load_file(path)
 
     def checks(model, *sources):
         MODELS[model].without_weights(registry.tiny_folder(model)).check_sources(loads(*sources))
 
-    good, edit = PROMPTS["test"][0].metadata, PROMPTS["test"][0].metadata["edit"]
-    bad_edits = dict(objects=3), dict(edit=edit | {"object": 9}), dict(edit=edit | {"action": "grow"}), dict(edit=None)
+    good = PROMPTS["test"][0].metadata
+    bad_edits = []
+    for changed in ({"object": 9}, {"action": "grow"}, {"action": ["grow"]}):
+        bad_edits.append(dict(edit=good["edit"] | changed))
+    bad_edits += [dict(objects=3), dict(edit=None)]
     rows = [
         ("missing", lambda: loads(["none.png"]), ["none.png"]),
         ("no picture", lambda: loads(["text.png"]), ["text.png"]),
@@ -134,8 +141,9 @@ def test_what_no_run_could_use_is_refused(tmp_path):
         ("none", lambda: checks("qwenimage_edit", []), ["1 to 3"]),
         ("too many", lambda: checks("qwenimage_edit", ["square.png"] * 4), ["1 to 3", "4"]),
         ("not taken", lambda: checks("qwenimage", ["square.png"]), ["no source"]),
-        *((str(bad), lambda bad=bad: reward.check_prompts(["a"], [good | bad]), [good["prompt"]]) for bad in bad_edits),
     ]
+    for bad in bad_edits:
+        rows.append((str(bad), partial(reward.check_prompts, ["a"], [good | bad]), [good["prompt"]]))
     assert_refused(rows)
 
 
@@ -156,22 +164,27 @@ def test_every_algorithm_trains_on_sources_and_shows_them(name, tmp_path):
     caption, picture = next((caption, picture) for caption, picture in shown.items() if caption in captions)
     prompt = captions[caption]
     assert picture.width == 2 * picture.height
-    source, expected = picture.crop((0, 0, picture.height, picture.height)).resize((64, 64)), prompt.pictures()[0]
+    source = picture.crop((0, 0, picture.height, picture.height)).resize((64, 64))
+    (expected,) = prompt.pictures()
     assert (from_picture(source) - from_picture(expected)).abs().mean() < 0.05
     assert "test/edits_accuracy" in lines_of(folder, "test")[0]
 
 
 def test_pairs_of_image_files_have_the_sources_that_their_lines_name(tmp_path):
-    images, names = tmp_path / "images", [f"{number}.png" for number in range(12)]
+    images = tmp_path / "images"
+    names = [f"{number}.png" for number in range(12)]
     images.mkdir()
     for name, picture in zip(names, to_pictures(random_images(12))):
         picture.save(images / name)
-    how = dict(prompt="remove the circle")
-    rows = [how | dict(winner=w, loser=l, sources=[l]) for w, l in zip(names[::2], names[1::2])]
-    (images / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = []
+    for winner, loser in zip(names[::2], names[1::2], strict=True):
+        rows.append(dict(prompt="remove the circle", winner=winner, loser=loser, sources=[loser]))
+    (images / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     how = dict(source=str(images), validation_share=0.0)
     folder = prepare(DPO, tmp_path / "pairs", **how)
-    model, size, sources = loaded("qwenimage_edit"), Size(64, 64), preferences.source_shapes(str(folder))
+    model = loaded("qwenimage_edit")
+    size = Size(64, 64)
+    sources = preferences.source_shapes(str(folder))
     assert sources == {"source_1": (16, 8, 8)}
     shapes = model.row_shapes(size, config_of(DPO).text_tokens) | sources
     files = preferences.open_pairs(str(folder), shapes, registry.tiny_folder("qwenimage_edit"), size)

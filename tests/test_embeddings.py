@@ -18,7 +18,8 @@ from flow_grpo.data.embedding_cache import Cache, remembered
 from flow_grpo.diffusers_patch.condition import TENSORS, Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 
-TINY, CPU = "flow_grpo/assets/tiny_qwenimage", torch.device("cpu")
+TINY = "flow_grpo/assets/tiny_qwenimage"
+CPU = torch.device("cpu")
 TEXTS = "a photo of a red circle", "two blue squares"
 PROMPTS = as_prompts(TEXTS)
 
@@ -46,7 +47,8 @@ def test_every_field_of_a_condition_is_taken_joined_and_repeated():
 @pytest.mark.parametrize("width", [None, 2048])
 def test_a_prompt_that_the_pipeline_would_cut_is_refused(width):
     """Whatever is asked for: two prompts that differ at their ends would have one embedding."""
-    model, fits = loaded("qwenimage"), "red " * 1017 + "circle"
+    model = loaded("qwenimage")
+    fits = "red " * 1017 + "circle"
     assert model.encode(as_prompts([fits]), width=width, guided=False).text_embeds.shape[1] == (width or 1024)
     with pytest.raises(ValueError, match="more tokens than the 1024 that its pipeline reads; the longest has 1025"):
         model.encode(as_prompts([f"{fits} red"]), width=width, guided=False)
@@ -62,7 +64,8 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("guided", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_read_is_what_was_encoded_by_whoever_the_umask_lets(name, guided, tmp_path):
-    model, prompts = loaded(name), as_prompts(TEXTS, name)
+    model = loaded(name)
+    prompts = as_prompts(TEXTS, name)
     cache = Cache(str(tmp_path / "cache"), dict(guided=guided), 32, CPU)
     assert cache.missing([*prompts, prompts[0]]) == prompts
 
@@ -73,7 +76,8 @@ def test_what_is_read_is_what_was_encoded_by_whoever_the_umask_lets(name, guided
     assert cache.missing(prompts) == []
     for prompt in prompts:
         assert_same(cache.read(prompt), encode(prompt))
-    (plain := tmp_path / "plain").touch()
+    plain = tmp_path / "plain"
+    plain.touch()
     assert {file.stat().st_mode for file in cache.folder.glob("*.safetensors")} == {plain.stat().st_mode}
 
 
@@ -111,7 +115,8 @@ def test_sources_of_another_size_have_a_folder_of_their_own(tmp_path):
 
 def test_another_text_encoder_has_a_folder_of_its_own(tmp_path):
     """One of as many bytes, too, as old as the one whose place it takes."""
-    other, cache = tmp_path / "model", str(tmp_path / "cache")
+    other = tmp_path / "model"
+    cache = str(tmp_path / "cache")
     shutil.copytree(TINY, other)
     first = FlowModel.text_version(str(other), tmp_path / "digests.json")
     assert first == FlowModel.text_version(TINY)
@@ -123,7 +128,10 @@ def test_another_text_encoder_has_a_folder_of_its_own(tmp_path):
     second = FlowModel.text_version(str(other), tmp_path / "digests.json")
     (other / "tokenizer" / "added.json").write_text("{}")
     versions = [first, second, FlowModel.text_version(str(other), tmp_path / "digests.json")]
-    places = {Cache(cache, version, width, CPU).folder for version in versions for width in (24, 32)}
+    places = set()
+    for version in versions:
+        for width in (24, 32):
+            places.add(Cache(cache, version, width, CPU).folder)
     assert len(places) == 6
 
 
@@ -148,9 +156,11 @@ DAMAGE = dict(
 
 
 def test_what_was_not_written_for_a_prompt_is_refused(tmp_path):
-    model, rows = loaded("qwenimage"), []
+    model = loaded("qwenimage")
+    rows = []
     for kind, damage in DAMAGE.items():
-        cache, other = (Cache(str(tmp_path / kind), dict(encoder=name), 24, CPU) for name in "ab")
+        cache = Cache(str(tmp_path / kind), dict(encoder="a"), 24, CPU)
+        other = Cache(str(tmp_path / kind), dict(encoder="b"), 24, CPU)
         for each in (cache, other):
             each.fill(PROMPTS, lambda prompt: model.encode([prompt], width=24, guided=False))
         path = cache._path(PROMPTS[0].digest)
@@ -163,7 +173,9 @@ def test_what_was_not_written_for_a_prompt_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].NEGATIVE_PROMPT is not None])
 def test_the_negative_prompt_is_looked_for_read_once_and_kept_once(name, tmp_path):
-    model, asked, prompts = loaded(name), [], as_prompts(TEXTS, name)
+    model = loaded(name)
+    asked = []
+    prompts = as_prompts(TEXTS, name)
     prompts = [replace(prompt, sources=prompts[0].sources) for prompt in prompts]  # the encoder of texts sees them, too
 
     def encode(prompt):

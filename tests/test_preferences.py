@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import prepare_preferences
@@ -25,7 +26,7 @@ from flow_grpo import rewards
 from flow_grpo.base import rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.folders import LOCK, release
-from flow_grpo.base.prompt import Prompt
+from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.data import image_pairs, preferences
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import registry
@@ -37,18 +38,24 @@ from flow_grpo.scoring.scorers import RewardFailed
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 NAME = "shapes_qwenimage_dpo"
-SHAPES, SIZE = dict(latents=(16, 64), text_embeds=(20, 64), mask=(20,)), Size(64, 64)
+SHAPES = dict(latents=(16, 64), text_embeds=(20, 64), mask=(20,))
+SIZE = Size(64, 64)
 CPU = torch.device("cpu")
 
 
 def some_rows(count, **changed):
     draw = torch.Generator().manual_seed(0)
-    arrays = {name: torch.randn(count, *SHAPES["latents"], generator=draw) for name in preferences.LATENTS}
-    arrays |= dict(text=torch.randn(count, *SHAPES["text_embeds"], generator=draw), mask=torch.ones(count, 20).bool())
+    columns = {}
+    for name in preferences.LATENTS:
+        columns[name] = torch.randn(count, *SHAPES["latents"], generator=draw)
+    columns["text"] = torch.randn(count, *SHAPES["text_embeds"], generator=draw)
+    columns["mask"] = torch.ones(count, 20).bool()
     alike = dict(negative_prompt="", winner_score=0.9, loser_score=0.1, model=TINY, dtype="float32")
     alike |= dict(height=64, width=64)
-    listed = {name: [value] * count for name, value in alike.items()}
-    return arrays | listed | dict(prompt=[f"a photo of {i} circles" for i in range(count)]) | changed
+    for name, value in alike.items():
+        columns[name] = [value] * count
+    columns["prompt"] = [f"a photo of {i} circles" for i in range(count)]
+    return columns | changed
 
 
 def write(folder, rows, name="train_00000.parquet", dtype="float32"):
@@ -68,16 +75,17 @@ def test_what_is_read_is_what_was_written(dtype, tmp_path):
     pairs = open_folder(tmp_path)["train"]
     assert len(pairs) == 50
     wanted = [49, 3, 20, 19, 3]
-    found = pairs.read(wanted, [7, 8, 9, 10, 11], CPU)
+    read = pairs.read(wanted, [7, 8, 9, 10, 11], CPU)
     assert preferences.dtype_of("fp32" if dtype == "float32" else "bf16") == dtype
-    read = dict(winner_latents=found.winners, loser_latents=found.losers, text=found.condition.text_embeds)
-    for name, values in read.items():
+    columns = dict(winner_latents=read.winners, loser_latents=read.losers, text=read.condition.text_embeds)
+    for name, values in columns.items():
         expected = rows[name][wanted].to(getattr(torch, dtype)).float()
         torch.testing.assert_close(values, expected, rtol=0, atol=0)
-    assert torch.equal(found.condition.mask, rows["mask"][wanted])
-    assert found.condition.pooled is None
-    assert found.numbers.tolist() == [7, 8, 9, 10, 11]
-    assert [pairs.prompts[row].text for row in wanted] == [rows["prompt"][row] for row in wanted]
+    assert torch.equal(read.condition.mask, rows["mask"][wanted])
+    assert read.condition.pooled is None
+    assert read.numbers.tolist() == [7, 8, 9, 10, 11]
+    for row in wanted:
+        assert pairs.prompts[row].text == rows["prompt"][row]
 
 
 def with_rows(**changed):
@@ -129,7 +137,8 @@ def test_a_wrong_file_is_refused_by_its_row_and_column(tmp_path):
         ("nothing", lambda: open_folder(tmp_path / "nothing"), ["train_*.parquet"]),
         ("size", lambda: preferences.open_pairs(str(tmp_path), other_size, TINY, SIZE), ["[16,64]", "[64,64]"]),
     ]
-    rows += [(name, lambda change=change: read(change), [path, *words]) for name, (change, *words) in WRONG.items()]
+    for name, (change, *words) in WRONG.items():
+        rows.append((name, partial(read, change), [path, *words]))
     assert_refused(rows)
 
 
@@ -138,7 +147,8 @@ NOT_READ = {"negative_prompt", "dtype", "winner_score", "loser_score"}  # for wh
 
 def test_a_flipped_bit_in_any_column_that_is_read_is_damage(tmp_path):
     path = write(tmp_path, some_rows(9)) / "train_00000.parquet"
-    whole, group = path.read_bytes(), pq.ParquetFile(path).metadata.row_group(0)
+    whole = path.read_bytes()
+    group = pq.ParquetFile(path).metadata.row_group(0)
     noticed = set()
     for column in map(group.column, range(group.num_columns)):
         data = bytearray(whole)
@@ -177,7 +187,7 @@ def test_group_that_differs_by_rounding_alone_makes_no_pair():
 
 
 def test_group_whose_weighted_rewards_cancel_makes_no_pair():
-    """Their sum is rounding: small beside each reward, but not beside the sum. The second group's differ by more."""
+    """Sums of the first group differ by rounding: little beside each reward, but not beside a sum."""
     weights = {"a": 1.0, "b": -0.3}
     level = torch.full((8,), 85.3)
     rewards = {"a": level.clone(), "b": level / 0.3}
@@ -196,22 +206,25 @@ def test_minibatches_never_split_a_pair_and_miss_none(size):
         *torch.arange(30.0).view(2, 15, 1), torch.ones(15), Condition(torch.ones(15, 1, 1)), torch.arange(15)
     )
     updates = list(preferences.minibatches(pairs, 3, size, 1))
-    assert [len(part) for part in updates] == [-(-5 // size)] * 3
-    rows = [rows for part in updates for rows in part]
-    assert torch.cat([r.numbers for r in rows]).tolist() == list(range(15))
-    assert all(torch.equal(r.losers - r.winners, torch.full_like(r.winners, 15)) for r in rows)
-    assert {r.num_rows for r in rows} == {5}
+    assert list(map(len, updates)) == [-(-5 // size)] * 3
+    numbers = []
+    for minibatch in itertools.chain(*updates):
+        numbers += minibatch.numbers.tolist()
+        assert torch.equal(minibatch.losers - minibatch.winners, torch.full_like(minibatch.winners, 15))
+        assert minibatch.num_rows == 5
+    assert numbers == list(range(15))
 
 
 @pytest.mark.parametrize("size", [Size(64, 64), Size(64, 96)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_has_the_shapes_of_encoded_images_and_prompts(name, size):
-    model, light = loaded(name), MODELS[name].without_weights(registry.tiny_folder(name))
+    model = loaded(name)
+    light = MODELS[name].without_weights(registry.tiny_folder(name))
     (prompt,) = as_prompts(["a photo of a red circle"], name)
     text = model.encode([prompt], width=32, guided=False)
     latents = model.encode_images(torch.rand(3, 3, size.height, size.width), batch_size=2)
-    found = {"latents": latents} | text.tensors()
-    assert {key: tuple(values.shape[1:]) for key, values in found.items()} == light.row_shapes(size, 32, prompt)
+    rows = {"latents": latents} | text.tensors()
+    assert {key: tuple(values.shape[1:]) for key, values in rows.items()} == light.row_shapes(size, 32, prompt)
     like = model.noise(size, [rng.generator(0, "x")])
     assert latents.shape[1:] == like.shape[1:]
 
@@ -219,9 +232,12 @@ def test_a_row_has_the_shapes_of_encoded_images_and_prompts(name, size):
 @pytest.mark.parametrize("name", MODELS)
 def test_latents_are_scaled_as_the_decoder_unscales_them(name, monkeypatch):
     """Whatever channels and frames its VAE takes."""
-    model, seen, made = loaded(name), [], []
+    model = loaded(name)
     vae = model.pipeline.vae
-    encode, decode = vae.encode, vae.decode
+    encode = vae.encode
+    decode = vae.decode
+    seen = []
+    made = []
     monkeypatch.setattr(vae, "encode", lambda pixels: made.append(encode(pixels)) or made[-1])
     monkeypatch.setattr(vae, "decode", lambda z, **how: seen.append(z) or decode(z, **how))
     model.decode(model.encode_images(torch.rand(2, 3, 64, 64)), SIZE, batch_size=2)
@@ -237,25 +253,31 @@ def test_pairs_of_own_rollouts_have_the_scores_of_the_stored_images(tmp_path):
     how = dict(dataset=few_prompts(tmp_path / "data"), reward_fn={"jpeg_compressibility": 1.0})
     how |= dict(preferences__min_margin=0.2, validation_share=0.3)
     folder = prepare(NAME, tmp_path / "pairs", **how)
-    report, pairs, model = json.loads((folder / "report.json").read_text()), open_folder(folder), loaded("qwenimage")
+    report = json.loads((folder / "report.json").read_text())
+    pairs = open_folder(folder)
+    model = loaded("qwenimage")
     scorer = rewards.load("jpeg_compressibility", CPU)
     for split, files in pairs.items():
         assert len(files) == report["pairs"][split] > 0
-        table = [row for path in sorted(folder.glob(f"{split}_*")) for row in pq.read_table(path).to_pylist()]
-        assert all(row["winner_score"] - row["loser_score"] > 0.2 for row in table)
-        read = files.read(list(range(len(table))), list(range(len(table))), CPU)
-        for latents, key in ((read.winners, "winner_score"), (read.losers, "loser_score")):
+        table = pq.read_table(sorted(folder.glob(f"{split}_*")))
+        winner_scores = torch.tensor(table["winner_score"].to_pylist())
+        loser_scores = torch.tensor(table["loser_score"].to_pylist())
+        assert (winner_scores - loser_scores > 0.2).all()
+        rows = list(range(len(table)))
+        read = files.read(rows, rows, CPU)
+        for latents, stored_scores in ((read.winners, winner_scores), (read.losers, loser_scores)):
             images = model.decode(latents, SIZE)
             scores = scorer(images, [""] * len(images), [{}] * len(images))
-            torch.testing.assert_close(scores, torch.tensor([row[key] for row in table]), rtol=0, atol=1e-2)
+            torch.testing.assert_close(scores, stored_scores, rtol=0, atol=1e-2)
     assert sum(report["pairs"].values()) + report["reasons"]["no preference"] == 24
-    texts = [{prompt.text for prompt in files.prompts} for files in pairs.values()]
-    assert not texts[0] & texts[1]
+    trained, held_out = (set(texts_of(files.prompts)) for files in pairs.values())
+    assert not trained & held_out
 
 
 def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs, tmp_path):
     folder = shutil.copytree(pairs["preferences__path"], tmp_path / "pairs")
-    files, report = files_of(folder), json.loads((folder / "report.json").read_text())
+    files = files_of(folder)
+    report = json.loads((folder / "report.json").read_text())
     report["made_by"]["preferences"]["path"] = str(folder)
 
     def args_of(report):
@@ -288,7 +310,9 @@ def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs, tmp_pa
 def test_a_folder_goes_on_only_with_the_pictures_to_be_edited_that_it_was_begun_with(tmp_path):
     paths = [Path(shutil.copy(source, tmp_path)) for source in SOURCES[:3]]
     rows = [Prompt("make it red", {}, (path,)) for path in paths]
-    options, config, folder = prepare_preferences.Options(max_rows=2), config_of(NAME), tmp_path / "pairs"
+    options = prepare_preferences.Options(max_rows=2)
+    config = config_of(NAME)
+    folder = tmp_path / "pairs"
     before = prepare_preferences.digests_of(rows, max_rows=2)
     assert prepare_preferences.claim(config, options, folder, before)
     shutil.copy(SOURCES[0], paths[2])  # of a row that is not used
@@ -296,8 +320,9 @@ def test_a_folder_goes_on_only_with_the_pictures_to_be_edited_that_it_was_begun_
     shutil.copy(SOURCES[3], paths[1])
     now = prepare_preferences.digests_of(rows, max_rows=2)
     assert now["rows"] == before["rows"], "the same texts and names"
-    assert prepare_preferences.digests_of([dict(sources=row.sources) for row in rows], 2)["sources"] == now["sources"]
-    go_on = lambda: prepare_preferences.claim(config, options, folder, now)  # noqa: E731
+    lines = [dict(sources=row.sources) for row in rows]
+    assert prepare_preferences.digests_of(lines, 2)["sources"] == now["sources"]
+    go_on = partial(prepare_preferences.claim, config, options, folder, now)
     assert_refused([("", go_on, [str(folder), "begun with other pictures to be edited"])])
     settings = folder / "unfinished" / "settings.json"
     stored = json.loads(settings.read_text())
@@ -313,7 +338,9 @@ def test_images_without_a_score_are_in_no_pair_and_a_dead_reward_leaves_nothing_
             raise RuntimeError("away")
         return images.mean((1, 2, 3))
 
-    dead, calls, data = [True], itertools.count(), few_prompts(tmp_path / "data")
+    dead = [True]
+    calls = itertools.count()
+    data = few_prompts(tmp_path / "data")
     monkeypatch.setattr(rewards, "REGISTERED", {})
     rewards.register("brightness", brightness)
     how = dict(dataset=data, reward_fn={"brightness": 1.0})
@@ -329,13 +356,15 @@ def test_images_without_a_score_are_in_no_pair_and_a_dead_reward_leaves_nothing_
 
 def test_parts_that_lost_rows_to_a_reward_are_made_anew_once_it_answers(tmp_path, monkeypatch):
     def brightness(images, prompts, metadata):
+        scores = images.mean((1, 2, 3))
         if away:
-            scores = images.mean((1, 2, 3))
-            return torch.where(torch.tensor([texts.index(prompt) < 8 for prompt in prompts]), scores, torch.nan)
-        return images.mean((1, 2, 3))
+            first = torch.tensor([texts.index(prompt) < 8 for prompt in prompts])
+            return torch.where(first, scores, torch.nan)
+        return scores
 
-    away, data = [True], few_prompts(tmp_path / "data")
-    texts = [row.text for row in load_prompts(data, "train")]
+    away = [True]
+    data = few_prompts(tmp_path / "data")
+    texts = texts_of(load_prompts(data, "train"))
     monkeypatch.setattr(rewards, "REGISTERED", {})
     rewards.register("brightness", brightness)
     how = dict(dataset=data, reward_fn={"brightness": 1.0}, reward__max_masked_share=1.0, max_rows=16)
@@ -354,7 +383,8 @@ def test_parts_that_lost_rows_to_a_reward_are_made_anew_once_it_answers(tmp_path
 
 def interrupted(monkeypatch, owner, name):
     """A list of as many entries as there are calls of a function before one is interrupted."""
-    plain, left = getattr(owner, name), []
+    plain = getattr(owner, name)
+    left = []
 
     def call(*args):
         if not left:
@@ -367,7 +397,7 @@ def interrupted(monkeypatch, owner, name):
 
 
 def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path, monkeypatch):
-    """What a kill leaves of a part or of a report: test_checkpoints.py and test_folders.py."""
+    """Left to test_checkpoints.py and test_folders.py: what a kill leaves of a part or of a report."""
     how = dict(dataset=few_prompts(tmp_path / "data"), max_rows=20, part_size=8, sample__num_images_per_prompt=2)
     whole = prepare(NAME, tmp_path / "whole", **how)
     left = interrupted(monkeypatch, prepare_preferences, "write_part")
@@ -379,9 +409,11 @@ def test_interrupted_after_any_part_it_goes_on_and_makes_the_same_files(tmp_path
             prepare(NAME, tmp_path / "parts", **how)
     assert files_of(tmp_path / "parts") == files_of(whole)
     assert len(open_folder(tmp_path / "parts")) == 2, "it is complete"
-    reports = [json.loads((folder / "report.json").read_text()) for folder in (tmp_path / "parts", whole)]
-    assert all(reports[0][key] == reports[1][key] for key in ("pairs", "dropped"))
-    assert sum(reports[0]["pairs"].values()) + len(reports[0]["dropped"]) == 20, "of the first prompts alone"
+    report = json.loads((tmp_path / "parts" / "report.json").read_text())
+    expected = json.loads((whole / "report.json").read_text())
+    assert report["pairs"] == expected["pairs"]
+    assert report["dropped"] == expected["dropped"]
+    assert sum(report["pairs"].values()) + len(report["dropped"]) == 20, "of the first prompts alone"
 
 
 def test_without_a_terminal_it_says_how_far_it_is_and_how_to_take_less(tmp_path, monkeypatch, capsys):
@@ -397,13 +429,18 @@ def test_without_a_terminal_it_says_how_far_it_is_and_how_to_take_less(tmp_path,
 def test_two_ranks_make_the_files_of_one(tmp_path):
     data = few_prompts(tmp_path / "data")
     whole = prepare(NAME, tmp_path / "whole", dataset=data, sample__num_images_per_prompt=2)
-    two, command = tmp_path / "two", ["scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
+    two = tmp_path / "two"
+    command = ["scripts/prepare_preferences.py", f"--config=config/dpo.py:{NAME},smoke"]
     command += [f"--config.preferences.path={two}", f"--config.dataset={data}", "--config.sample.batch_size=8"]
     command += ["--config.sample.num_images_per_prompt=2", "--part_size=8", "--validation_share=0.15"]
     ranks = warm.torchrun(command)
     assert (two / "report.json").exists(), [rank.stderr[-2000:] for rank in ranks]
-    sizes = [{name: len(data) for name, data in files_of(folder).items()} for folder in (two, whole)]
-    assert sizes[0] == sizes[1]
+    assert sizes_of(two) == sizes_of(whole)
+
+
+def sizes_of(folder):
+    """Bytes of a folder's files of pairs."""
+    return {name: len(data) for name, data in files_of(folder).items()}
 
 
 def picture(number, height=64, width=80):
@@ -412,12 +449,16 @@ def picture(number, height=64, width=80):
 
 
 def test_a_picture_is_turned_upright_and_made_smaller_by_averaging():
-    large, small = (image_pairs.load_image(picture(0, side, side), Size(64, 64)) for side in (512, 64))
+    large = image_pairs.load_image(picture(0, 512, 512), Size(64, 64))
+    small = image_pairs.load_image(picture(0, 64, 64), Size(64, 64))
     assert large.std() < 0.1 < 0.25 < small.std()
-    upright, turned, exif = picture(0, 96, 64), io.BytesIO(), Image.Exif()
+    upright = picture(0, 96, 64)
+    turned = io.BytesIO()
+    exif = Image.Exif()
     exif[0x0112] = 6  # its first row is on the right
     Image.open(io.BytesIO(upright)).transpose(Image.Transpose.ROTATE_90).save(turned, "png", exif=exif)
-    assert torch.equal(*(image_pairs.load_image(file, Size(96, 64)) for file in (upright, turned.getvalue())))
+    expected = image_pairs.load_image(upright, Size(96, 64))
+    assert torch.equal(image_pairs.load_image(turned.getvalue(), Size(96, 64)), expected)
 
 
 @pytest.fixture
@@ -438,7 +479,8 @@ def images(tmp_path):
 
 @pytest.mark.parametrize("name", ["qwenimage", "sd3"])
 def test_pairs_of_image_files_of_which_a_larger_share_than_usual_is_bad(name, images, tmp_path):
-    config, how = f"pickscore_{name}_dpo", dict(source=str(images), model=registry.tiny_folder(name))
+    config = f"pickscore_{name}_dpo"
+    how = dict(source=str(images), model=registry.tiny_folder(name))
     with pytest.raises(ValueError, match=r"5 of 14 rows .*'unreadable image': 2.*max_dropped_share=0.2"):
         prepare(config, tmp_path / "pairs", **how)
     folder = prepare(config, tmp_path / "pairs", **how, max_dropped_share=0.4)
@@ -460,12 +502,15 @@ def test_of_few_prompts_one_is_held_out_with_all_its_pairs(images, tmp_path):
     lines = (images / "pairs.jsonl").read_text().splitlines()[:8]
     (images / "pairs.jsonl").write_text("\n".join(lines + lines[:4]))
     how = dict(source=str(images), part_size=4)
-    folders = [prepare(NAME, tmp_path / f"{share}", validation_share=share, **how) for share in (1e-6, 0.0)]
-    texts, of_none = [[[prompt.text for prompt in files.prompts] for files in open_folder(f).values()] for f in folders]
-    assert list(map(len, of_none)) == [12, 0]
-    assert sorted(texts[0] + texts[1]) == sorted(of_none[0])
-    assert len(set(texts[1])) == 1
-    assert not {*texts[1]} & {*texts[0]}
+    some = open_folder(prepare(NAME, tmp_path / "some", validation_share=1e-6, **how))
+    none = open_folder(prepare(NAME, tmp_path / "none", validation_share=0.0, **how))
+    assert len(none["train"]) == 12
+    assert len(none["validation"]) == 0
+    trained = texts_of(some["train"].prompts)
+    held_out = texts_of(some["validation"].prompts)
+    assert sorted(trained + held_out) == sorted(texts_of(none["train"].prompts))
+    assert len(set(held_out)) == 1
+    assert not set(trained) & set(held_out)
 
 
 def test_pick_a_pics_columns(images, tmp_path):
@@ -487,13 +532,17 @@ def test_pick_a_pics_columns(images, tmp_path):
 def test_a_malformed_line_and_a_folder_that_is_foreign_or_written_to_are_named(images, tmp_path, monkeypatch):
     with (images / "pairs.jsonl").open("a") as file:
         file.write('{"prompt": "a", "winner": "1.png"}\n')
-    malformed = lambda: prepare(NAME, tmp_path / "pairs", source=str(images))  # noqa: E731
-    (locked := tmp_path / "locked").mkdir()
+    locked = tmp_path / "locked"
+    locked.mkdir()
     monkeypatch.setattr("flow_grpo.base.folders.WAIT_S", 0.0)
     with (locked / LOCK).open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         rows = [
-            ("malformed", malformed, ["pairs.jsonl", "line 15", '"loser"']),
+            (
+                "malformed",
+                lambda: prepare(NAME, tmp_path / "pairs", source=str(images)),
+                ["pairs.jsonl", "line 15", '"loser"'],
+            ),
             ("foreign", lambda: prepare(NAME, images), [images, "not made by this script"]),
             ("locked", lambda: prepare(NAME, locked), ["writing", locked]),
         ]
@@ -637,8 +686,8 @@ def test_source_of_every_form_has_the_same_images(name, tmp_path):
     (tmp_path / "red.png").write_bytes(RED)
     READ[name](tmp_path)
     pair = image_pairs.load_pair(image_pairs.open_rows(str(tmp_path))[0:1][0], SIZE)
-    expected = [image_pairs.load_image(image, SIZE) for image in (RED, BLUE)]
-    assert all(torch.equal(found, wanted) for found, wanted in zip(pair, expected))
+    for image, stored_image in zip(pair, (RED, BLUE), strict=True):
+        assert torch.equal(image, image_pairs.load_image(stored_image, SIZE))
 
 
 def test_few_unreadable_images_and_text_labels_are_dropped_one_by_one(tmp_path):

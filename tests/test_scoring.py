@@ -58,7 +58,10 @@ def constants(monkeypatch):
 
 def pool_of(url="", name="served", retry_s=2.0, in_flight=64, max_pending=1024, **how):
     """A pool with one reward: JPEG, or what `url` serves, which needs no file here."""
-    client.RETRY_S, client.IN_FLIGHT, scoring_pool.MAX_PENDING = retry_s, in_flight, max_pending  # see `constants`
+    # The fixture `constants` puts these back.
+    client.RETRY_S = retry_s
+    client.IN_FLIGHT = in_flight
+    scoring_pool.MAX_PENDING = max_pending
     args = {name: {"url": url}} if url else {}
     return Pool(CPU, {name: 1.0} if url else JPEG, (), settings(args=args, **dict(timeout_s=2.0) | how))
 
@@ -82,7 +85,8 @@ def served(*args):
 
 
 def test_a_token_is_asked_for_before_weights_are_loaded_and_ctrl_c_is_quiet(tmp_path, monkeypatch):
-    right, other = tmp_path / "token", tmp_path / "other"
+    right = tmp_path / "token"
+    other = tmp_path / "other"
     right.write_text("sesame\n")
     other.write_text("open\n")
     with served("--token-file", right) as (url, process):
@@ -234,11 +238,15 @@ def test_a_judge_is_asked_about_each_image_and_its_prompt_after_what_was_edited(
         request = json.loads(body)
         *pictures, question = request["messages"][0]["content"]
         assert (handler.path, request["model"]) == ("/v1/chat/completions", "qwen")
-        sizes = [Image.open(io.BytesIO(base64.b64decode(p["image_url"]["url"].split(",")[1]))).size for p in pictures]
+        sizes = []
+        for picture in pictures:
+            content = base64.b64decode(picture["image_url"]["url"].split(",")[1])
+            sizes.append(Image.open(io.BytesIO(content)).size)
         asked.append((sizes, "stayed" in question["text"]))
         hostile.send(handler, chat(f"Hm, 3 things.\nRating: {10 if 'make it red' in question['text'] else 4}"))
 
-    asked, sources = [], (Image.new("RGB", (30, 20)), Image.new("RGB", (8, 9)))
+    asked = []
+    sources = (Image.new("RGB", (30, 20)), Image.new("RGB", (8, 9)))
     with http_server(answer) as (url, _):
         args = {"vlm_judge": dict(url=url, model="qwen")}
         scoring_settings.check_rewards({"vlm_judge": 1.0}, (), settings(args=args))  # it has no /health to ask for
@@ -250,11 +258,16 @@ def test_a_judge_is_asked_about_each_image_and_its_prompt_after_what_was_edited(
 
 def test_a_server_scores_with_the_sources_that_a_thread_has():
     def score(images, prompts, metadata, sources):
-        seen.append([len(row) for row in sources])
-        return torch.stack([image.mean() - sum(source.mean() for source in row) for image, row in zip(images, sources)])
+        seen.append(list(map(len, sources)))
+        scores = []
+        for image, of_image in zip(images, sources, strict=True):
+            scores.append(image.mean() - sum(source.mean() for source in of_image))
+        return torch.stack(scores)
 
-    pictures, seen = [Image.new("RGB", (size, 8), color) for size, color in ((8, "red"), (9, "white"))], []
-    prompts = [Prompt("a", {}, tuple(pictures)), Prompt("b", {}, (pictures[1],)), Prompt("a", {}, tuple(pictures))]
+    seen = []
+    red = Image.new("RGB", (8, 8), "red")
+    white = Image.new("RGB", (9, 8), "white")
+    prompts = [Prompt("a", {}, (red, white)), Prompt("b", {}, (white,)), Prompt("a", {}, (red, white))]
     expected = random_images(3).mean((1, 2, 3)) - torch.tensor([4 / 3, 1, 4 / 3])
     with listening(score) as url:
         torch.testing.assert_close(pool_of(url).submit(random_images(3), prompts)()["avg"], expected)
@@ -386,11 +399,12 @@ def test_where_nothing_was_clipped_in_a_part_its_share_is_0():
 def published_geneval(handler, body, number):
     """The answer of the server that came with Flow-GRPO, where a picture shows as many objects as its number."""
     asked = pickle.loads(body)
-    scores, strict = [], []
-    for found, metadata in enumerate(asked["meta_datas"]):
+    scores = []
+    strict = []
+    for number_of_image, metadata in enumerate(asked["meta_datas"]):
         assert metadata["tag"] == "counting"
-        assert metadata["prompt"] == f"prompt {found}"
-        demands = [1 - abs(found - clause["count"]) / clause["count"] for clause in metadata["include"]]
+        assert metadata["prompt"] == f"prompt {number_of_image}"
+        demands = [1 - abs(number_of_image - clause["count"]) / clause["count"] for clause in metadata["include"]]
         scores.append(sum(demands) / len(demands))
         strict.append(float(min(demands) == 1))
     lists = dict.fromkeys(["rewards", "strict_rewards"], strict)
@@ -416,7 +430,8 @@ def test_an_image_without_a_score_is_left_out_alone():
 
 
 def test_no_more_images_are_under_way_than_there_is_room_for():
-    under_way, most = [], []
+    under_way = []
+    most = []
 
     def slow(handler, body, number):
         under_way.append(number)
@@ -428,7 +443,8 @@ def test_no_more_images_are_under_way_than_there_is_room_for():
     with http_server(slow) as (url, counted):
         pool = pool_of(url, batch_size=2, max_pending=8)
         pending = [pool.submit(random_images(10), as_prompts(["a"] * 10)) for _ in range(4)]
-        assert all(len(part()["avg"]) == 10 for part in pending)
+        for wait in pending:
+            assert len(wait()["avg"]) == 10
         assert max(most) <= 4
         assert len(counted) == 20
 
@@ -443,7 +459,8 @@ def mean(images, prompts, metadata):
 @contextmanager
 def listening(score=mean, host="127.0.0.1", token="", **limits):
     """The address of a server; it is announced when it can be connected to."""
-    address, over = Future(), threading.Event()
+    address = Future()
+    over = threading.Event()
     app = make_app("mean", score, Limits(**limits), token)
 
     def announce(url):
@@ -471,7 +488,8 @@ def small_server():
         yield url
 
 
-ODD, GOOD = wire.pack_image(torch.zeros(3, 16, 8), "npy"), wire.pack_image(torch.zeros(3, 16, 16), "npy")
+ODD = wire.pack_image(torch.zeros(3, 16, 8), "npy")
+GOOD = wire.pack_image(torch.zeros(3, 16, 16), "npy")
 
 
 def parts(*images, request='{"prompts": ["a"]}', **headers):
@@ -567,7 +585,8 @@ def test_random_bytes_are_refused_with_a_status_below_500(small_server):
     """Both whole bodies and good requests with a few bytes changed."""
     draw = random.Random(0)
     request = httpx.Request("POST", "http://a", **parts(GOOD))
-    good, kind = request.read(), request.headers["content-type"]
+    good = request.read()
+    kind = request.headers["content-type"]
     with httpx.Client() as connection:
         for _ in range(60):
             body = bytearray(good) if draw.random() < 0.8 else bytearray(draw.randbytes(200))
@@ -578,7 +597,9 @@ def test_random_bytes_are_refused_with_a_status_below_500(small_server):
 
 
 def test_health_is_answered_while_images_are_decoded(monkeypatch):
-    decoding, health_was_answered, decode = threading.Event(), threading.Event(), requests.unpack_image
+    decoding = threading.Event()
+    health_was_answered = threading.Event()
+    decode = requests.unpack_image
 
     def waits(*args):
         decoding.set()

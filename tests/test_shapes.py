@@ -22,9 +22,15 @@ from flow_grpo.rewards.detection import Detection, detect
 from flow_grpo.rewards.shapes import grade
 
 PER_TAG = 100
-TRAIN, VALIDATION, TEST = (
-    [prompt.metadata for prompt in load_prompts("dataset/shapes", split)] for split in ("train", "validation", "test")
-)
+
+
+def metadata_of(split):
+    return [prompt.metadata for prompt in load_prompts("dataset/shapes", split)]
+
+
+TRAIN = metadata_of("train")
+VALIDATION = metadata_of("validation")
+TEST = metadata_of("test")
 PROMPTS = TRAIN + VALIDATION + TEST
 score = reward.load("cpu")
 
@@ -42,7 +48,9 @@ def draw(prompts, resolution=64):
 @pytest.fixture(scope="module")
 def pictures():
     """PER_TAG prompts of every tag, and a picture of each: 600 pictures, looked at in five conditions."""
-    asked = [p for tag in TAGS for p in (of_tag(PROMPTS, tag) * PER_TAG)[: 7 * PER_TAG : 7]]
+    asked = []
+    for tag in TAGS:
+        asked += (of_tag(PROMPTS, tag) * PER_TAG)[: 7 * PER_TAG : 7]
     return asked, draw(asked)
 
 
@@ -57,7 +65,8 @@ def blur(images, sigma):
 def jpeg(images, quality):
     seen = []
     for picture in to_pictures(images):
-        picture.save(file := io.BytesIO(), "JPEG", quality=quality)
+        file = io.BytesIO()
+        picture.save(file, "JPEG", quality=quality)
         seen.append(from_picture(Image.open(file)))
     return torch.stack(seen)
 
@@ -74,7 +83,8 @@ CONDITIONS = {
 def contradicted(metadata):
     """A prompt that a picture of this one cannot satisfy."""
     other = {**metadata, "include": [dict(entry) for entry in metadata["include"]]}
-    first, last = other["include"][0], other["include"][-1]
+    first = other["include"][0]
+    last = other["include"][-1]
     if metadata["tag"] in ("single_object", "two_object"):
         first["class"] = next(kind for kind in SHAPES if kind not in (first["class"], last["class"]))
     elif metadata["tag"] == "counting":
@@ -90,14 +100,18 @@ def contradicted(metadata):
     return other
 
 
+def accuracy_by_tag(seen, prompts):
+    """Share of pictures that satisfy their prompts, for each tag."""
+    graded = [grade(detections, prompt)[1] for detections, prompt in zip(seen, prompts, strict=True)]
+    return torch.tensor(graded).view(len(TAGS), PER_TAG).mean(1)
+
+
 @pytest.mark.parametrize("condition", CONDITIONS)
 def test_pictures_satisfy_their_prompt_and_none_that_contradicts_it(pictures, condition):
     asked, images = pictures
-    seen, wrong = detect(CONDITIONS[condition](images)), map(contradicted, asked)
-    right, fooled = (
-        torch.tensor([grade(*pair)[1] for pair in zip(seen, prompts, strict=True)]).view(len(TAGS), PER_TAG).mean(1)
-        for prompts in (asked, wrong)
-    )
+    seen = detect(CONDITIONS[condition](images))
+    right = accuracy_by_tag(seen, asked)
+    fooled = accuracy_by_tag(seen, map(contradicted, asked))
     assert right.min() >= 0.99, dict(zip(TAGS, right.tolist()))
     assert fooled.max() <= 0.01, "four of which one is missed are three"
 
@@ -130,7 +144,8 @@ def superellipse(power):
     return ((X - 0.5).abs() ** power + (Y - 0.5).abs() ** power) < 0.2**power
 
 
-CIRCLE, RED = region("circle"), RGB["red"]
+CIRCLE = region("circle")
+RED = RGB["red"]
 LONGER = shapes.signed_distances((X - 0.5) / 0.2, (Y - 0.5) / 0.28) < 0
 SPOILT = {
     "speck": paint(region("circle", radius=0.05), RED),
@@ -163,12 +178,14 @@ SPOILT = {
     "nothing": BLANK,
     "no numbers": torch.full((3, 64, 64), float("nan")),
 }
-SPOILT |= {f"blend of {a} and {b}": paint(CIRCLE, (RGB[a] + RGB[b]) / 2) for a in RGB for b in RGB if a < b}
+for one, other in itertools.combinations(RGB, 2):
+    SPOILT[f"blend of {one} and {other}"] = paint(CIRCLE, (RGB[one] + RGB[other]) / 2)
 
 
 def test_spoilt_shapes_are_unknown_objects_alone_and_among_others_and_a_speck_is_nothing():
     detections = detect(torch.stack(list(SPOILT.values())))
-    assert [name for name, found in zip(SPOILT, detections, strict=True) if any(d.kind for d in found)] == []
+    for name, detected in zip(SPOILT, detections, strict=True):
+        assert [detection.kind for detection in detected if detection.kind] == [], name
     assert [detect(image[None])[0] for image in SPOILT.values()] == detections
     ((half,),) = detect(SPOILT["half circle"][None])
     assert half.color is None
@@ -295,20 +312,27 @@ def test_what_the_reward_and_the_renderer_cannot_read_is_refused_with_the_prompt
 
 
 def combination(prompt):
-    """What a prompt asks for, however worded: "a left of b" is "b right of a". Colours count in tags of colours."""
+    """Return what a prompt asks for, however worded: "a left of b" is "b right of a". Colours count in tags of
+    colours."""
     colored = "color" in prompt["tag"]
     objects = [(entry["class"], colored and entry["color"], entry["count"]) for entry in prompt["include"]]
     if prompt["tag"] != "position":
         return tuple(sorted(objects))
-    relation, opposite = prompt["include"][1]["position"][0], {"right of": "left of", "below": "above"}
-    return (opposite.get(relation, relation), *(objects if relation in opposite else objects[::-1]))
+    relation, _ = prompt["include"][1]["position"]
+    opposite = {"right of": "left of", "below": "above"}
+    if relation in opposite:
+        return (opposite[relation], *objects)
+    return (relation, *objects[::-1])
 
 
 def test_no_two_splits_share_a_prompt_and_what_is_held_out_shares_no_combination_with_training():
     assert len({prompt["prompt"] for prompt in PROMPTS}) == len(PROMPTS) == 2869 + 160 + 272
     for tag in TAGS[1:]:  # a single object is held out by an ending, and has no validation prompt
-        trained, *others = ({combination(p) for p in of_tag(side, tag)} for side in (TRAIN, TEST, VALIDATION))
-        assert all(len(asked) >= 2 and not asked & trained for asked in others)
+        trained = set(map(combination, of_tag(TRAIN, tag)))
+        for split in (TEST, VALIDATION):
+            asked = set(map(combination, of_tag(split, tag)))
+            assert len(asked) >= 2
+            assert not asked & trained
 
 
 def test_labels_are_what_a_prompt_leaves_open_of_its_first_object():

@@ -21,10 +21,8 @@ def check_metadata(metadata: dict[str, Any]) -> None:
     """Raises UserError, naming the prompt, where an object or the edit lacks something or names what does not exist."""
     objects = metadata.get("objects")
     edit = metadata.get("edit")
-    has_both = isinstance(objects, list) and isinstance(edit, dict)
-    if not has_both or not all(_is_object(entry) for entry in objects):
-        problem = "needs `objects`, each with class, color, center [x, y] and radius, and `edit`"
-    else:
+    problem = "needs `objects`, each with class, color, center [x, y] and radius, and `edit`"
+    if isinstance(objects, list) and isinstance(edit, dict) and all(map(_is_object, objects)):
         problem = _problem_of_edit(objects, edit)
     if problem:
         raise UserError(f"metadata of prompt {quoted(metadata.get('prompt'))}: {problem}")

@@ -114,7 +114,8 @@ class Cache:
     def _read_row(self, name: str) -> tuple[Condition, str]:
         """Return a row, and the name of its negative, "" for none."""
         tensors, header = self._read_file(name)
-        row = Condition(**{field: part.to(self.device) for field, part in tensors.items()})
+        fields: dict[str, Any] = {field: part.to(self.device) for field, part in tensors.items()}
+        row = Condition(**fields)
         if header["width"]:
             row = row.padded(int(header["width"]))
         return row, header["negative"]
@@ -149,16 +150,21 @@ def _without_padding(row: Condition) -> tuple[dict[str, Tensor], str]:
             tensors["text_embeds"] = row.text_embeds[:, :length]
             del tensors["mask"]
             width = str(row.num_tokens)
-    return {name: part.contiguous().cpu() for name, part in tensors.items()}, width
+    on_cpu = {}
+    for name, part in tensors.items():
+        on_cpu[name] = part.contiguous().cpu()
+    return on_cpu, width
 
 
 def _digest_of(name: str, tensors: dict[str, Tensor], width: str) -> str:
     """Return a digest of what a file is for, and of all that it holds."""
     stored = sorted(tensors.items())
-    shapes = [[field, str(part.dtype), list(part.shape)] for field, part in stored]
+    shapes = []
+    for field, part in stored:
+        shapes.append([field, str(part.dtype), list(part.shape)])
     digest = hashlib.blake2b(json.dumps([name, width, shapes]).encode(), digest_size=16)
     for _, part in stored:
-        digest.update(part.view(torch.uint8).numpy())
+        digest.update(part.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -127,7 +127,9 @@ def _check_jsonl_rows(rows: list[dict[str, Any]], path: Path) -> None:
         )
     # NUM_OPENED of them at equal distances: lines are often sorted by where they come from.
     step = -(-len(rows) // NUM_OPENED)
-    opened = {f"{path}, line {number + 1}": rows[number] for number in range(0, len(rows), step)}
+    opened = {}
+    for number in range(0, len(rows), step):
+        opened[f"{path}, line {number + 1}"] = rows[number]
     _check_usable(opened, "prompt", SIDES)
 
 
@@ -213,7 +215,9 @@ def _check_pick_a_pic(rows: PickAPic) -> None:
             f"{quoted(first['label_0'])} and {quoted(first['label_1'])}"
         )
     stored = rows.read_stored(slice(0, min(NUM_OPENED, group.num_rows)))
-    opened = {f"{group.path}, row {number}": row for number, row in enumerate(stored)}
+    opened = {}
+    for number, row in enumerate(stored):
+        opened[f"{group.path}, row {number}"] = row
     _check_usable(opened, "caption", IMAGES)
 
 

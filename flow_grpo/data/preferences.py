@@ -258,7 +258,7 @@ class PairFiles:
                 columns.setdefault(name, []).append(values[row - self.starts[group]])
 
         joined = {name: torch.stack(values).to(device) for name, values in columns.items()}
-        of_condition = {name: joined.get(column) for name, column in COLUMNS.items()}
+        of_condition: dict[str, Any] = {name: joined.get(column) for name, column in COLUMNS.items()}
         return Pairs(
             winners=joined["winner_latents"],
             losers=joined["loser_latents"],

@@ -94,13 +94,14 @@ def _text_of(path: Path) -> str:
     """Raises UserError: the file cannot be read, is a Git LFS pointer, or not UTF-8; names file and line."""
     try:
         stored = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    try:
         text = stored.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = stored.count(b"\n", 0, error.start) + 1
         byte = stored[error.start]
         raise UserError(f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
     if stored.startswith(folders.LFS_POINTER):
         raise UserError(f"{in_one_line(path)} {folders.file_problem(path)}")
     # UTF-16 without a byte order mark decodes as UTF-8, with a zero after each letter.

@@ -65,7 +65,7 @@ def _copy(stored: dict[str, Any], config: ConfigDict, keys: Iterable[str]) -> No
         config[key] = ConfigDict(value) if isinstance(value, dict) else value
 
 
-def find_candidate(name: str, config: ConfigDict | None, weights: str) -> Candidate:
+def find_candidate(name: str, config: ConfigDict, weights: str) -> Candidate:
     """Find out what a folder or hub id is: of a run its `weights`, "best" or "last"; of what is no run a model, or a
     LoRA of config.model. Raises UserError for what cannot be evaluated."""
     try:
@@ -74,7 +74,7 @@ def find_candidate(name: str, config: ConfigDict | None, weights: str) -> Candid
         raise UserError(f"{name!r} cannot be read: {error.strerror}") from error
 
 
-def _candidate(name: str, config: ConfigDict | None, weights: str) -> Candidate:
+def _candidate(name: str, config: ConfigDict, weights: str) -> Candidate:
     folder = Path(locations.resolve(name))
     if is_run(folder):
         return _candidate_of_run(name, folder, weights)
@@ -98,10 +98,12 @@ def _candidate_of_run(name: str, run_folder: Path, weights: str) -> Candidate:
     folder = run_folder
     label = weights
     if weights == "best":
-        folder = best.find_best(run_folder)
-        if folder is None:
+        best_folder = best.find_best(run_folder)
+        chosen = best.read_best(run_folder)
+        if best_folder is None or chosen is None:
             raise UserError(f"{name!r} has no best evaluation; take --weights last")
-        label = f"best, epoch {best.read_best(run_folder).epoch}"
+        folder = best_folder
+        label = f"best, epoch {chosen.epoch}"
     if config.lora.rank:
         candidate = Candidate(name, label, config, lora=folder, transformer=None)
         has_weights = (folder / lora_files.FILE).is_file()

@@ -35,6 +35,7 @@ class Distances:
     def estimate(self, num_noises: int) -> Estimate:
         """Return the root mean square distance between two of a prompt's images, per element, mean over prompts of all
         ranks' images."""
+        assert self.sums is not None, "no batch was added"
         # Each rank has the sums of its own images; the average of ranks times their number is the sum of all.
         means = distributed.average(self.sums.clone()) * distributed.world_size() / num_noises
         variance = (means[:, -1] - means[:, :-1].square().mean(1)).clamp(min=0)

@@ -132,7 +132,10 @@ class Pool:
                 if score_name in scores:
                     raise RewardFailed(f"rewards {', '.join(requests)}: two of their figures are called {score_name}")
                 scores[score_name] = values
-        scores["avg"] = sum(weight * scores[name] for name, weight in self.weights.items())
+        average = torch.zeros(len(prompts))
+        for name, weight in self.weights.items():
+            average = average + weight * scores[name]
+        scores["avg"] = average
         return scores
 
     def _receive(self, name: str, sent: list[_Request]) -> dict[str, Tensor]:
