@@ -84,6 +84,15 @@ def remembered(call):
 PreTrainedTokenizerBase.__call__ = remembered(PreTrainedTokenizerBase.__call__)
 
 
+def few(overrides):
+    """FEW with a test's own settings."""
+    settings = FEW | overrides
+    if settings["lora__rank"] == 0 and "lora__alpha" not in overrides:
+        # Without an adapter nothing reads it, and a flag that nothing reads is refused.
+        del settings["lora__alpha"]
+    return settings
+
+
 def config_of(name, output_dir=None, **overrides):
     """The `,smoke` variant of a run or of its variants, with FEW, fewer branches, and settings by dotted name ("."
     written as "__")."""
@@ -91,7 +100,8 @@ def config_of(name, output_dir=None, **overrides):
     config.sample.num_branches = min(config.sample.num_branches, 3)
     if output_dir is not None:
         config.output_dir = str(output_dir)
-    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in (FEW | overrides).items()})
+    settings = {key.replace("__", "."): value for key, value in few(overrides).items()}
+    config.update_from_flattened_dict(settings)
     if config.lora.rank == 0 and "sample__rollout_weights" not in overrides:
         config.sample.rollout_weights = "exact"  # there is no adapter to merge
     return config
@@ -107,9 +117,8 @@ def train(name, output_dir, **overrides):
 def command_of(name, output_dir, **overrides):
     """The command of a run like `train`'s, for a process of its own."""
     script = name.split(",")[0].replace("shapes", "scripts/train") + ".py"
-    how = FEW | (dict(sample__num_branches=3) if "_pr" in name else {}) | dict(output_dir=output_dir) | overrides
-    if how.get("lora__rank") == 0:
-        how.pop("lora__alpha")  # which a command line with full weights does not take
+    branches = dict(sample__num_branches=3) if "_pr" in name else {}
+    how = dict(output_dir=output_dir) | branches | few(overrides)
     flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
     return [script, f"--config={file_of(name)}:{name},smoke", *flags]
 

@@ -227,7 +227,7 @@ def test_the_minimal_script_samples_and_scores_as_the_package_does():
 def test_a_ratio_to_the_rollouts_log_prob_is_clipped():
     pipeline = minimal_grpo.load_pipeline()
     text, _, noisy_steps = minimal_sample(pipeline, [0, 1])
-    noisy_steps = [(*step, log_prob - 1) for *step, log_prob in noisy_steps]
+    noisy_steps = [step._replace(log_prob=step.log_prob - 1) for step in noisy_steps]
     for advantage, clipped in ((1.0, True), (-1.0, False)):  # a ratio of e is clipped where it would grow
         pipeline.transformer.zero_grad()
         minimal_grpo.add_gradients(pipeline, text, noisy_steps, torch.tensor([advantage, advantage]))
