@@ -22,7 +22,6 @@ from pathlib import Path
 import flops
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
-from ml_collections import ConfigDict
 from torch.profiler import ProfilerActivity, profile
 
 from flow_grpo.base import distributed
@@ -32,6 +31,7 @@ from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import compilation
 from flow_grpo.kernels.single_frame_vae import convolve_in_2d
+from flow_grpo.settings.sections import Lora
 from flow_grpo.settings.table import BY_KEY
 from flow_grpo.weights import policies
 
@@ -47,7 +47,7 @@ TEXTS = [(TEXT_TOKENS, True), (TEXT_TOKENS, False), (16, False), (128, True)]  #
 ATTENTION = ["_native_efficient", "_native_flash", "_native_cudnn", "native"]
 STEPS = [(8, "checkpoint", 1.0), (8, "", 1.0), (8, "", 0.5), (8, "", 0.2), (16, "", 0.2), (4, "", 1.0)]
 SMALL = dict(num_attention_heads=2, attention_head_dim=16, joint_attention_dim=32, axes_dims_rope=(4, 6, 6))
-LORA = ConfigDict(dict(rank=64, alpha=128, path=""))
+LORA = Lora(rank=64, alpha=128)
 
 
 def milliseconds(call, device, repeats: int = 5) -> float:

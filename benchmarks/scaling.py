@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from bench import config_of  # which puts tools/ on the path
 from build_random_pipeline import clip_model, clip_tokenizer
 from transformers import CLIPImageProcessor, CLIPProcessor
 
@@ -30,6 +29,7 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import command_line
 from flow_grpo.rewards.clients.client import Server, ServerError
 from flow_grpo.scoring.pool import Pool
+from flow_grpo.settings.sections import Reward
 
 CACHES = Path("/proc/sys/vm/drop_caches")
 PORTS = 18087, 18088  # of the servers of one reward
@@ -197,9 +197,7 @@ def served_by(urls: list[str]) -> dict:
 
 def seconds_to_score(num_images: int, urls: list[str]) -> float:
     """With nothing else going on."""
-    config = config_of("shapes_qwenimage")
-    config.reward.args = served_by(urls)
-    pool = Pool(torch.device("cpu"), {"pickscore": 1.0}, (), config.reward)
+    pool = Pool(torch.device("cpu"), {"pickscore": 1.0}, (), Reward(args=served_by(urls)))
     images, prompts = torch.rand(num_images, 3, 512, 512), [Prompt("a red circle")] * num_images
     start = time.perf_counter()
     pool.submit(images, prompts)()

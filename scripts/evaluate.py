@@ -16,6 +16,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,8 @@ from flow_grpo.base.formatting import quoted
 from flow_grpo.command_line import command_line
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.settings import unknown_names
-from flow_grpo.settings.table import BY_KEY, check_values, default_config, flat, value_of
+from flow_grpo.settings.sections import Config
+from flow_grpo.settings.table import BY_KEY, default_config, editable, flat, typed, value_of
 
 
 def parser() -> argparse.ArgumentParser:
@@ -215,22 +217,26 @@ class Table(NamedTuple):
     hides_sum: bool  # the weighted sum repeats a score, or nobody has given weights
 
 
-def configured(args: argparse.Namespace) -> tuple[list[Candidate], ConfigDict]:
+def configured(args: argparse.Namespace) -> tuple[list[Candidate], Config]:
     """Return the policies, each with its settings, and the settings that all share, the first run's."""
     runs = list(filter(policies_to_compare.is_run, map(Path, args.policies)))
-    common = policies_to_compare.run_config(runs[0]) if runs else default_config()
-    common.model = args.model or common.model
-    compared = [policies_to_compare.find_candidate(name, common, args.weights) for name in args.policies]
-    # LoRA folders share the common config, in which a flag is set once.
-    configs = {id(common): common}
-    for candidate in compared:
-        configs[id(candidate.config)] = candidate.config
-    for config in configs.values():
-        override(config, args)
-    return compared, common
+    common = policies_to_compare.run_config(runs[0]) if runs else Config()
+    common = replace(common, model=args.model or common.model)
+    compared = []
+    for name in args.policies:
+        candidate = policies_to_compare.find_candidate(name, common, args.weights)
+        compared.append(replace(candidate, config=overridden(candidate.config, args)))
+    return compared, checks.without_unused_rewards(overridden(common, args))
 
 
-def chosen_prompts(args: argparse.Namespace, config: ConfigDict) -> prompts.Split:
+def overridden(config: Config, args: argparse.Namespace) -> Config:
+    """Return a config with the changes that the flags make. Raises UserError for a value that is not allowed."""
+    edited = editable(config)
+    override(edited, args)
+    return typed(edited)
+
+
+def chosen_prompts(args: argparse.Namespace, config: Config) -> prompts.Split:
     """Return the prompts of --prompts, a data set's folder or a file, or of the run's data set."""
     path = Path(args.prompts or config.dataset)
     if path.is_file() or (prompt_files.is_prompt_file(path) and not path.is_dir()):
@@ -247,7 +253,7 @@ def chosen_prompts(args: argparse.Namespace, config: ConfigDict) -> prompts.Spli
 
 
 def check_common(
-    args: argparse.Namespace, compared: list[Candidate], config: ConfigDict, split: prompts.Split, seeds: list[int]
+    args: argparse.Namespace, compared: list[Candidate], config: Config, split: prompts.Split, seeds: list[int]
 ) -> None:
     """Raises UserError for prompts, rewards and flags that are wrong or not there for any policy."""
     if not split.prompts:
@@ -256,7 +262,6 @@ def check_common(
         )
     if args.best_of and not 1 <= min(args.best_of) <= max(args.best_of) <= len(seeds):
         raise UserError(f"--best-of {args.best_of}: of {len(seeds)} seeds at most {len(seeds)} can be taken; --seeds")
-    checks.drop_unused_rewards(config)
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     rewards.check_prompts(config.reward_fn, split.prompts, config.eval.rewards)
     for scale in args.guidance_scales or ():
@@ -269,7 +274,6 @@ def checked_family(args: argparse.Namespace, candidate: Candidate, split: prompt
     """Return a policy's model class. Raises UserError, before any weight is loaded, for a model, a setting or a size
     that it cannot be evaluated with."""
     config = candidate.config
-    check_values(config)
     family = model_classes.resolve(config)
     policies_to_compare.check_candidate(candidate, family)
     light = family.without_weights(config.model)
@@ -283,7 +287,7 @@ def checked_family(args: argparse.Namespace, candidate: Candidate, split: prompt
     return family
 
 
-def sizes_of(args: argparse.Namespace, config: ConfigDict) -> list[Size]:
+def sizes_of(args: argparse.Namespace, config: Config) -> list[Size]:
     """Return the sizes of --sizes, or else the one of a run."""
     return args.sizes or [training_size(config)]
 
@@ -303,7 +307,7 @@ def score_policy(
     guided = any(model.is_guided(scale) for scale in scales)
     encode = partial(model.encode, width=config.text_tokens, guided=guided)
     embed_one = embedding_cache.remembered(lambda prompt: encode([prompt]))
-    sampler = evaluation.Sampler(
+    common = evaluation.Sampler(
         model=model,
         velocity=partial(policies.predict, model, config.precision),
         pool=pool,
@@ -312,10 +316,9 @@ def score_policy(
         config=config,
     )
     for scale, size in itertools.product(scales, sizes):
-        # The sampler reads these settings whenever it draws.
-        config.eval.guidance_scale = scale
-        config.height = size.height
-        config.width = size.width
+        evaluated = replace(config.eval, guidance_scale=scale)
+        drawn = replace(config, height=size.height, width=size.width, eval=evaluated)
+        sampler = replace(common, config=drawn)
         settings = dict(
             policy=candidate.name,
             weights=candidate.weights,

@@ -26,6 +26,7 @@ from ml_collections import ConfigDict
 from flow_grpo.base.errors import UserError
 from flow_grpo.command_line import checks, command_line
 from flow_grpo.settings import table
+from flow_grpo.settings.sections import Config
 
 
 class Options(NamedTuple):
@@ -65,7 +66,7 @@ def check_options(options: Options) -> None:
         raise UserError(f"--max_dropped_share is {options.max_dropped_share}; it must be from 0 to 1")
 
 
-def check_plan(config: ConfigDict, world_size: int, options: Options) -> None:
+def check_plan(config: Config, world_size: int, options: Options) -> None:
     """Raises UserError for a flag that cannot be meant, a config without a folder to write, or batches that hold no
     whole groups."""
     check_options(options)
@@ -138,13 +139,14 @@ class Made(NamedTuple):
     scores: dict[str, Tensor]  # of the images that were drawn, by name; {} where none were
 
 
-def checked_source(config: ConfigDict, options: Options) -> tuple[FlowModel, Rows]:
-    """Return the model, without weights, and the source's rows. Raises UserError, before any weight is loaded, for what
-    no pairs can be made of."""
+def checked_source(editable: ConfigDict, options: Options) -> tuple[Config, FlowModel, Rows]:
+    """Return the config, the model, without weights, and the source's rows. Raises UserError, before any weight is
+    loaded, for what no pairs can be made of."""
     script = preparing(options)
-    checks.check(config, script)
+    config = checks.check(editable, script)
     script.plan(config, 1)
     family = model_classes.resolve(config)
+    config = model_classes.with_digest(config, family)
     load_weights.check_model(config, family)
     light = family.without_weights(config.model)
     light.check_size(training_size(config))
@@ -153,11 +155,11 @@ def checked_source(config: ConfigDict, options: Options) -> tuple[FlowModel, Row
         # All lines are in memory; of parquet files only the first row is read.
         looked_at = rows if isinstance(rows, list) else rows[0:1]
         light.check_sources([prompt_of(row) for row in looked_at])
-        return light, rows
-    return light, checked_prompts(config, light)
+        return config, light, rows
+    return config, light, checked_prompts(config, light)
 
 
-def checked_prompts(config: ConfigDict, light: FlowModel) -> list[Prompt]:
+def checked_prompts(config: Config, light: FlowModel) -> list[Prompt]:
     """Return the prompts that images are drawn for. Raises UserError where these cannot be drawn or scored."""
     if "merged" in config.sample.rollout_weights and not (config.lora.path or config.base_precision):
         raise UserError(
@@ -176,7 +178,7 @@ def checked_prompts(config: ConfigDict, light: FlowModel) -> list[Prompt]:
 class FromRollouts:
     """Makes pairs of prompts: draws a group of images for each, of which the best and the worst are a pair."""
 
-    def __init__(self, config: ConfigDict, family: type[FlowModel], device: torch.device):
+    def __init__(self, config: Config, family: type[FlowModel], device: torch.device):
         lora = Path(config.lora.path) if config.lora.path else None
         policy = Candidate(config.model, "base", config, lora, None)
         self.config = config
@@ -233,7 +235,7 @@ class FromRollouts:
 class FromImages:
     """Makes pairs of rows that name two images each."""
 
-    def __init__(self, config: ConfigDict, family: type[FlowModel], device: torch.device):
+    def __init__(self, config: Config, family: type[FlowModel], device: torch.device):
         self.config = config
         self.device = device
         self.model = family.load(config.model, device)
@@ -342,7 +344,7 @@ def make_part(maker: FromRollouts | FromImages, rows: Rows, part: range, size: i
 
 
 def write_part(
-    config: ConfigDict,
+    config: Config,
     shapes: dict[str, tuple[int, ...]],
     pairs: list[dict[str, Any]],
     held_out: float,
@@ -382,7 +384,7 @@ def held_out_below(options: Options, rows: Rows, num_used: int) -> float:
     return options.validation_share
 
 
-def made_by(config: ConfigDict, options: Options) -> dict[str, Any]:
+def made_by(config: Config, options: Options) -> dict[str, Any]:
     """Return the settings that a folder's report has."""
     return config.to_dict() | {"options": options._replace(max_dropped_share=None)._asdict()}
 
@@ -407,7 +409,7 @@ def is_load_option(key: str) -> bool:
     return section.startswith("reward.args.") and f"reward.{name}" not in table.BY_KEY
 
 
-def claim(config: ConfigDict, options: Options, folder: Path, digests: dict[str, str]) -> bool:
+def claim(config: Config, options: Options, folder: Path, digests: dict[str, str]) -> bool:
     """Begin or go on with `folder`, locked; False if it is complete.
 
     Raises UserError if it was made with other settings or of other rows, or if another process is at work there.
@@ -433,9 +435,7 @@ def claim(config: ConfigDict, options: Options, folder: Path, digests: dict[str,
     return not is_complete
 
 
-def check_unchanged(
-    config: ConfigDict, options: Options, folder: Path, digests: dict[str, str], begun_with: Path
-) -> None:
+def check_unchanged(config: Config, options: Options, folder: Path, digests: dict[str, str], begun_with: Path) -> None:
     """Raises UserError if a folder was begun with other settings or of other rows, as the file `begun_with` says."""
     before = folders.read_json(begun_with)
     differing = []
@@ -475,7 +475,7 @@ def file_of(folder: Path, split: str, number: int) -> Path:
     return folder / f"{split}_{number:05d}.parquet"
 
 
-def finish(config: ConfigDict, options: Options, folder: Path, digests: dict[str, str]) -> None:
+def finish(config: Config, options: Options, folder: Path, digests: dict[str, str]) -> None:
     """Write report.json. Raises UserError, and leaves the folder unfinished, if too much was unusable."""
     pairs = {split: preferences.num_rows(folder, split) for split in preferences.SPLITS}
     num_rows = 0
@@ -502,7 +502,7 @@ def finish(config: ConfigDict, options: Options, folder: Path, digests: dict[str
 
 
 def make_parts(
-    config: ConfigDict, options: Options, folder: Path, light: FlowModel, rows: Rows, ranks: distributed.Ranks
+    config: Config, options: Options, folder: Path, light: FlowModel, rows: Rows, ranks: distributed.Ranks
 ) -> None:
     """Make and write this rank's parts, but for those that are made already."""
     num_used = min(len(rows), options.max_rows or len(rows))
@@ -536,22 +536,22 @@ def make_parts(
 
 
 def main(config: ConfigDict, options: Options = DEFAULTS) -> None:
-    light, rows = checked_source(config, options)
+    settings, light, rows = checked_source(config, options)
     ranks = distributed.init_distributed()
-    folder = Path(config.preferences.path).absolute()
-    quantisation.check_device(config, ranks.device)
-    model_files.check_weights(config.model, type(light))
+    folder = Path(settings.preferences.path).absolute()
+    quantisation.check_device(settings, ranks.device)
+    model_files.check_weights(settings.model, type(light))
     digests = digests_of(rows, options.max_rows) if distributed.is_main() else {}
     if not options.source:
         # Rewards of one's own may change the working directory.
         rows = prompts.with_absolute_sources(list(rows))
-    is_claimed = claim(config, options, folder, digests) if distributed.is_main() else None
+    is_claimed = claim(settings, options, folder, digests) if distributed.is_main() else None
     if not distributed.broadcast_object(is_claimed):
         print(f"{folder} is complete")
         return
-    make_parts(config, options, folder, light, rows, ranks)
+    make_parts(settings, options, folder, light, rows, ranks)
     distributed.barrier()
-    distributed.on_main(finish, config, options, folder, digests)
+    distributed.on_main(finish, settings, options, folder, digests)
     distributed.close()
     folders.release(folder)
 

@@ -45,7 +45,7 @@ from safetensors.torch import load_file
 from flow_grpo.base import checksums
 from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.monitoring import model_card
-from flow_grpo.settings.table import default_config
+from flow_grpo.settings.sections import Config
 from flow_grpo.weights import finite, lora_files
 
 PATTERNS = ("README.md", "*.png", lora_files.FILE, "transformer/*")
@@ -55,7 +55,7 @@ def chosen_folder(run_folder: Path, weights: str) -> Path:
     """Return the folder of a run's best or last weights. Raise UserError if it is no run, or has no such weights."""
     if not policies_to_compare.is_run(run_folder):
         raise UserError(f"{run_folder} is no run's folder: it has no config.json and metrics.jsonl")
-    candidate = policies_to_compare.find_candidate(str(run_folder), default_config(), weights)
+    candidate = policies_to_compare.find_candidate(str(run_folder), Config(), weights)
     return candidate.lora or candidate.transformer.parent
 
 

@@ -38,6 +38,7 @@ from flow_grpo.run.update import (
 )
 from flow_grpo.settings import declared
 from flow_grpo.settings.objectives import OBJECTIVES
+from flow_grpo.settings.sections import Sample
 
 
 @declared.ours("rollout")
@@ -60,7 +61,7 @@ def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
     return concat(stored), submitted
 
 
-def window_at(sample: ConfigDict, seed: int, epoch: int, block: int, updates: int) -> range:
+def window_at(sample: Sample, seed: int, epoch: int, block: int, updates: int) -> range:
     """Noisy steps of the images of a block (see prompts.Batch).
 
     Args:
@@ -118,7 +119,7 @@ def main(
     """Train; a fork passes functions of its own."""
     declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages)
     run = start(config, script)
-    for epoch in range(run.epoch, config.num_epochs):
+    for epoch in range(run.epoch, run.config.num_epochs):
         # The averaged weights, as often as config.eval_freq says.
         evaluate(run, epoch)
 
@@ -137,7 +138,7 @@ def main(
 
         # The epoch counts as completed from here on.
         log_epoch(run, epoch)
-        if is_due(config.save_freq, run.epoch):
+        if is_due(run.config.save_freq, run.epoch):
             save(run)
         if run.stopped:
             break

@@ -13,6 +13,8 @@ from flow_grpo.command_line import checks, command_line
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/grpo.py:shapes_qwenimage,distill", checks.DISTILL)
 
+from dataclasses import replace
+
 import torch
 from ml_collections import ConfigDict
 from torch import Tensor
@@ -30,19 +32,19 @@ from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.run.update import backward, optimizer_step, recompute_steps, updates
 from flow_grpo.settings import declared
+from flow_grpo.settings.sections import Config
 from flow_grpo.weights import fsdp_utils, load_weights, policies
 from flow_grpo.weights.ema import Ema
 
 
-def check_teachers(config: ConfigDict) -> None:
+def check_teachers(config: Config) -> None:
     """Raise UserError unless there are teachers, each of which the student could start from."""
     if not config.train.teachers:
         raise UserError(
             "config.train.teachers is (); name folders of LoRA adapters to learn from, such as best/ of runs"
         )
     for folder in config.train.teachers:
-        as_start = config.copy_and_resolve_references()
-        as_start.lora.path = folder
+        as_start = replace(config, lora=replace(config.lora, path=folder))
         try:
             load_weights.check_model(as_start, model_classes.resolve(config))
         except UserError as error:
@@ -83,11 +85,11 @@ def add_gradients(run: Run, rows: Minibatch, teachers: list[Ema]) -> None:
 
 def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients) -> None:
     """Train; a fork passes functions of its own."""
-    check_teachers(config)
+    check_teachers(checks.check(config, checks.DISTILL))
     declared.check(config, rollout=rollout, add_gradients=add_gradients)
     run = start(config, checks.DISTILL)
-    teachers = [load_teacher(run, folder) for folder in config.train.teachers]
-    for epoch in range(run.epoch, config.num_epochs):
+    teachers = [load_teacher(run, folder) for folder in run.config.train.teachers]
+    for epoch in range(run.epoch, run.config.num_epochs):
         # The averaged weights, as often as config.eval_freq says.
         evaluate(run, epoch)
 
@@ -105,7 +107,7 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients) -> No
 
         # The epoch counts as completed from here on.
         log_epoch(run, epoch)
-        if is_due(config.save_freq, run.epoch):
+        if is_due(run.config.save_freq, run.epoch):
             save(run)
         if run.stopped:
             break

@@ -35,6 +35,7 @@ from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.run.update import backward, optimizer_step
 from flow_grpo.settings import declared
+from flow_grpo.settings.sections import Config
 
 # Held-out pairs that are judged, evenly spread, and the fixed noises and levels at which each is judged.
 HELD_OUT_PAIRS = 256
@@ -55,24 +56,24 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
     Raises:
         UserError: as `start` does, and for pairs of another model or size, or too few of them.
     """
-    checks.check(config, checks.DPO)
+    checked = checks.check(config, checks.DPO)
     train = None
     held_out = None
     prompts = None
-    if config.preferences.path:
-        files = open_stored_pairs(config)
+    if checked.preferences.path:
+        files = open_stored_pairs(checked)
         train = files["train"]
         held_out = files["validation"]
         prompts = train.prompts
-    model = model_classes.resolve(config).without_weights(config.model)
-    levels = model.noise_levels(config.sample.num_steps, training_size(config))
+    model = model_classes.resolve(checked).without_weights(checked.model)
+    levels = model.noise_levels(checked.sample.num_steps, training_size(checked))
     run = start(config, checks.DPO, reference=True, stored_prompts=prompts)
     if train and not held_out:
-        run.board.say(f"{config.preferences.path} holds no pair out, so there are no metrics under validation/")
+        run.board.say(f"{checked.preferences.path} holds no pair out, so there are no metrics under validation/")
     return run, Source(train, held_out, levels.to(run.device))
 
 
-def open_stored_pairs(config: ConfigDict) -> dict[str, preferences.PairFiles]:
+def open_stored_pairs(config: Config) -> dict[str, preferences.PairFiles]:
     """Open the pairs of config.preferences.path, by split. Raises UserError if an update takes more than there are."""
     model = model_classes.resolve(config).without_weights(config.model)
     size = training_size(config)
@@ -117,7 +118,7 @@ def rollout(run: Run, epoch: int) -> preferences.Pairs:
         run.embed([prompt_of[number] for number in image_numbers]),
         image_numbers,
         {name: distributed.local_rows(values) for name, values in scores.items()},
-        run.config.reward_fn.to_dict(),
+        dict(run.config.reward_fn),
         group=run.plan.group_size,
         margin=run.config.preferences.min_margin,
     )
@@ -208,10 +209,10 @@ def main(config: ConfigDict, add_gradients=add_gradients) -> None:
     """Train; a fork passes a function of its own."""
     declared.check(config, add_gradients=add_gradients)
     run, source = begin(config)
-    for epoch in range(run.epoch, config.num_epochs):
+    for epoch in range(run.epoch, run.config.num_epochs):
         # The averaged weights, as often as config.eval_freq says.
         evaluate(run, epoch)
-        if is_due(config.eval_freq, epoch):
+        if is_due(run.config.eval_freq, epoch):
             validate(run, source, epoch)
 
         # Pairs, from the disk or of images just sampled. Weights are 0 for pairs that differ too little; their mean
@@ -222,7 +223,7 @@ def main(config: ConfigDict, add_gradients=add_gradients) -> None:
         # Fit the winners more closely than the reference does, and the losers less.
         with run.board.timed("update"):
             for minibatches in preferences.minibatches(
-                pairs, run.plan.updates_per_epoch, config.sample.batch_size // 2, config.train.inner_epochs
+                pairs, run.plan.updates_per_epoch, run.config.sample.batch_size // 2, run.config.train.inner_epochs
             ):
                 for rows in minibatches:
                     add_gradients(run, rows, source.levels)
@@ -230,11 +231,11 @@ def main(config: ConfigDict, add_gradients=add_gradients) -> None:
 
         # The epoch counts as completed from here on.
         log_epoch(run, epoch)
-        if is_due(config.save_freq, run.epoch):
+        if is_due(run.config.save_freq, run.epoch):
             save(run)
         if run.stopped:
             break
-    if config.eval_freq:
+    if run.config.eval_freq:
         validate(run, source, run.epoch)
     finish(run)
 

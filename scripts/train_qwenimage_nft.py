@@ -177,7 +177,7 @@ def main(
     """Train; a fork passes functions of its own."""
     declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages)
     run = start(config, script, extra_policies=(OLD,))
-    for epoch in range(run.epoch, config.num_epochs):
+    for epoch in range(run.epoch, run.config.num_epochs):
         # The averaged weights, as often as config.eval_freq says.
         evaluate(run, epoch)
 
@@ -194,11 +194,11 @@ def main(
                 optimizer_step(run)
 
         # The policy that samples follows the trained one.
-        run.extra_policies[OLD].move(1 - schedules.old_policy_decay(run.step, config.train.old_decay_schedule))
+        run.extra_policies[OLD].move(1 - schedules.old_policy_decay(run.step, run.config.train.old_decay_schedule))
 
         # The epoch counts as completed from here on.
         log_epoch(run, epoch)
-        if is_due(config.save_freq, run.epoch):
+        if is_due(run.config.save_freq, run.epoch):
             save(run)
         if run.stopped:
             break

@@ -4,44 +4,44 @@ import sys
 from collections import defaultdict
 from contextlib import contextmanager
 
-from ml_collections import ConfigDict
-
 from flow_grpo.settings import table
+from flow_grpo.settings.sections import Config
 
 ROLES = ("rollout", "add_gradients", "advantages")
-OF_ONE = ("__getattr__", "get")  # functions of ml_collections that read one setting, where others read all of a section
 
 
 @contextmanager
-def recorded_reads(config, monkeypatch):
-    """Yields {key: the roles inside which it is read}, which fills while the block trains this config; a key that is
-    read elsewhere has "" among its roles."""
-    prefixes = {id(config): ""} | {id(config[section]): f"{section}." for section in table.SECTIONS if section}
-    found, plain = defaultdict(set), ConfigDict.__getitem__
+def recorded_reads(monkeypatch):
+    """Yields {key: the roles inside which it is read}, which fills while the block trains; a key that is read elsewhere
+    has "" among its roles. Settings that are read back from a run's folder do not count."""
+    prefixes = {Config: ""} | {type(getattr(Config(), name)): f"{name}." for name in table.SECTIONS if name}
+    found, read_back = defaultdict(set), []
 
-    def noting(self, key):
-        value = plain(self, key)
-        prefix = prefixes.get(id(self))
-        if prefix is not None and f"{prefix}{key}" in table.BY_KEY:
+    def noting(section, name):
+        value = object.__getattribute__(section, name)
+        key = f"{prefixes.get(type(section), 'none.')}{name}"
+        if key in table.BY_KEY and not any(section is other for other in read_back):
             role = _reader(sys._getframe(1))
             if role is not None:
-                found[f"{prefix}{key}"].add(role)
+                found[key].add(role)
         return value
 
+    def of_stored(values, plain=table.of_stored):
+        config = plain(values)
+        read_back.extend([config, *(getattr(config, name) for name in table.SECTIONS if name)])
+        return config
+
     with monkeypatch.context() as patch:
-        patch.setattr(ConfigDict, "__getitem__", noting)
+        patch.setattr(table, "of_stored", of_stored)
+        for section in prefixes:
+            patch.setattr(section, "__getattribute__", noting)
         yield found
 
 
 def _reader(frame):
     """The function of a script inside which a frame lies, "" for none; None where the reader reads every setting."""
-    while frame.f_globals["__name__"].startswith("ml_collections"):
-        if frame.f_code.co_name not in OF_ONE:
-            return None
-        frame = frame.f_back
-    if frame.f_globals["__name__"].startswith(
-        ("flow_grpo.command_line", "flow_grpo.settings")
-    ):  # it checks or stores them all
+    # These modules check, copy or store them all.
+    if frame.f_globals["__name__"].startswith(("flow_grpo.command_line", "flow_grpo.settings", "dataclasses")):
         return None
     while frame is not None:
         name, module = frame.f_code.co_name, frame.f_globals["__name__"]

@@ -57,7 +57,9 @@ def generators(count):
 
 def plan(config, world_size=1):
     """How the images or the pairs of a config divide over ranks."""
-    return (batch_plan.plan_pairs if config.algorithm == table.DPO else batch_plan.plan_batches)(config, world_size)
+    return (batch_plan.plan_pairs if config.algorithm == table.DPO else batch_plan.plan_batches)(
+        table.typed(config), world_size
+    )
 
 
 def file_of(name):

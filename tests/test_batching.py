@@ -6,13 +6,11 @@ import json
 import re
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from ml_collections import ConfigDict
 from refused import refusal
 from train_qwenimage import window_at
 
@@ -20,25 +18,19 @@ from config import grpo, nft
 from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import epoch_batches, epoch_prompts, load_prompts
+from flow_grpo.settings import table
+from flow_grpo.settings.sections import Sample
 
 CONFIGS = {}
 for file in (grpo, nft):
     for run, variant in itertools.product(file.RUNS, ("", ",smoke")):
-        CONFIGS[run.__name__ + variant] = file.get_config(run.__name__ + variant)
+        CONFIGS[run.__name__ + variant] = table.typed(file.get_config(run.__name__ + variant))
 NAMES = list(CONFIGS)
-
-
-def plain(config):
-    """A config with attributes that are read and set ten times faster than a ConfigDict's."""
-    values = {}
-    for key, value in config.items():
-        values[key] = plain(value) if isinstance(value, ConfigDict) else value
-    return SimpleNamespace(**values)
 
 
 def assert_planned_or_explained(name, world_size):
     """The plan's numbers multiply to the epoch's images, or the message names exactly the batch sizes that would do."""
-    config = plain(CONFIGS[name])
+    config = CONFIGS[name]
     cell = f"{name} on {world_size} GPUs"
     sample = config.sample
     message = refusal(plan_batches, config, world_size)
@@ -61,10 +53,9 @@ def assert_explained(config, world_size, message, images, cell):
 
     working_sizes = []
     for size in range(1, images + 1):
-        sample.batch_size = size
-        if not refusal(plan_batches, config, world_size):
+        changed = replace(config, sample=replace(sample, batch_size=size))
+        if not refusal(plan_batches, changed, world_size):
             working_sizes.append(size)
-    sample.batch_size = batch_size
     assert numbers_after(r"batch sizes that do: (\[[\d, ]+\]|none);", message) == working_sizes, cell
 
     working_counts = []
@@ -110,14 +101,13 @@ def test_every_run_plans_on_one_gpu_and_on_two_and_the_published_ones_on_the_usu
 def test_trained_steps_are_the_windows_or_all_but_the_last(name, changes, steps):
     config = (nft if name.endswith("nft") else grpo).get_config(name)
     config.update_from_flattened_dict(changes | {"train.updates_per_epoch": 1})
-    assert plan_batches(config, 1).num_trained_steps == steps
+    assert plan_batches(table.typed(config), 1).num_trained_steps == steps
 
 
 def test_a_moving_window_is_cut_off_so_batches_must_divide_by_updates():
-    config = grpo.get_config("pickscore_qwenimage,mixgrpo")
+    config = table.typed(grpo.get_config("pickscore_qwenimage,mixgrpo"))
     plan_batches(config, 8)
-    config.sample.batch_size = 2
-    config.train.updates_per_epoch = 4
+    config = table.with_values(config, {"sample.batch_size": 2, "train.updates_per_epoch": 4})
     with pytest.raises(ValueError, match=r"= 2 rows where .* cut off .* 4; those that do: \[1, 2\]"):
         plan_batches(config, 8)
 
@@ -140,12 +130,8 @@ def advised(message):
 
 def planned(values):
     """A config of these values, as plan_batches and plan_pairs read it."""
-    config = plain(CONFIGS["shapes_qwenimage"])
-    config.preferences = SimpleNamespace(path="")
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        setattr(getattr(config, section) if section else config, name, value)
-    return config
+    settings = {key: value for key, value in values.items() if key != "world_size"}
+    return table.with_values(CONFIGS["shapes_qwenimage"], settings)
 
 
 PLANS = st.fixed_dictionaries(
@@ -179,8 +165,8 @@ def test_whatever_a_plan_advises_is_accepted(values, plan_of):
 
 
 def place(interval, update=0, first_last=(0, 8), epoch=0, block=0, size=4):
-    sample = dict(num_steps=10, sde_window_size=size, sde_window_range=first_last, sde_window_interval=interval)
-    return window_at(ConfigDict(sample), 0, epoch, block, update)
+    sample = Sample(num_steps=10, sde_window_size=size, sde_window_range=first_last, sde_window_interval=interval)
+    return window_at(sample, 0, epoch, block, update)
 
 
 @pytest.mark.parametrize(

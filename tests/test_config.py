@@ -13,7 +13,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from ml_collections import ConfigDict
 from refused import refusal
 from small import CHECKS, ROOT, plan
 
@@ -151,7 +150,9 @@ def reads():
 
 def test_every_setting_is_read_somewhere():
     known = {*reads()} | {f"health.{sign}" for sign in health.SIGNS}  # health.judge takes them by name
-    known |= {f"reward.{key}" for key in RewardSettings._fields}  # split_settings takes them by name
+    known |= {
+        f"reward.{field.name}" for field in dataclasses.fields(RewardSettings)
+    }  # split_settings takes them by name
     known |= {f"sample.{field.name}" for field in dataclasses.fields(SamplingParams)}  # SamplingParams.of as well
     keys = [setting.key if "." in setting.key else f"config.{setting.key}" for setting in table.SETTINGS]
     assert [key for key in keys if key not in known] == []
@@ -160,7 +161,7 @@ def test_every_setting_is_read_somewhere():
 def test_every_type_of_step_and_every_action_and_all_of_what_one_reward_may_set_can_be_set():
     assert table.BY_KEY["sample.sde_type"].choices == SDE_TYPES
     assert table.BY_KEY["health.action"].choices == tuple(loop.ACTIONS)
-    assert {*table.default_config().reward, "url"} == {*RewardSettings._fields, "args"}
+    assert {*table.default_config().reward, "url"} == {field.name for field in dataclasses.fields(RewardSettings)}
 
 
 FILE = Path("config.json")
@@ -192,7 +193,7 @@ def test_no_setting_is_an_older_one_and_each_of_these_is_refused_with_todays():
     ],
 )
 def test_a_stored_value_is_what_means_the_same_today_and_never_another_one(before, key, today):
-    config = ConfigDict(stored_config.with_defaults(stored(*before), FILE))
+    config = stored_config.with_defaults(stored(*before), FILE)
     assert table.value_of(config, key) == today
     assert table.flat(table.default_config()).keys() <= table.flat(config).keys()
 
@@ -260,9 +261,9 @@ def put(config, key, value):
 
 def check_all(config, algorithm):
     """All that is checked before a file is read or a weight is loaded."""
-    checks.check(config, CHECKS[algorithm])
-    check_rewards(config.reward_fn, config.eval.rewards, config.reward)
-    policies.check_lora(config.lora)
+    checked = checks.check(config, CHECKS[algorithm])
+    check_rewards(checked.reward_fn, checked.eval.rewards, checked.reward)
+    policies.check_lora(checked.lora)
     plan(config)
 
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import warm
-from ml_collections import ConfigDict
 from PIL import Image
 from small import ENV, ROOT, no_file_above, random_images
 
@@ -29,10 +29,14 @@ from flow_grpo.evaluation.evaluation import Scores
 from flow_grpo.monitoring import dashboard, plots, progress, trackers
 from flow_grpo.monitoring.dashboard import Dashboard
 from flow_grpo.monitoring.metrics import Meter
+from flow_grpo.settings.sections import Config, Train
 
-CONFIG = {"logger": "wandb", "run_name": "red", "num_epochs": 3, "train": {"learning_rate": 0.00037, "clip": (1, 2)}}
-CONFIG |= {"reward_fn": {"shapes": 1.0}, "eval": {"rewards": (), "best_by": "avg"}, "health": {}}
-CONFIG |= {"alert": "ntfy --token tk_secret publish"}
+CONFIG = Config(
+    run_name="red",
+    num_epochs=3,
+    alert="ntfy --token tk_secret publish",
+    train=Train(learning_rate=0.00037, adam_betas=(0.5, 0.75)),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +46,7 @@ def offline(monkeypatch):
 
 @pytest.fixture
 def board(tmp_path):
-    board = Dashboard(tmp_path, ConfigDict(CONFIG), is_main=True)
+    board = Dashboard(tmp_path, CONFIG, is_main=True)
     yield board
     board.finish()
 
@@ -92,7 +96,7 @@ def test_meter_resolves_the_spread_of_a_ratio_near_one():
 def test_a_run_folder_has_config_and_lines_and_wandb_has_them_and_what_config_alert_says(tmp_path, board):
     board.log("update", {"loss": 0.5, "grad_norm": float("nan")}, epoch=0, step=1)
     board.log("eval", {"eval/shapes_accuracy": 0.25}, epoch=1, step=1)
-    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(json.dumps(CONFIG))
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(json.dumps(CONFIG.to_dict()))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     line = json.loads(lines[0], parse_constant=pytest.fail)
     assert abs((datetime.now(UTC) - datetime.fromisoformat(line.pop("written_at"))).total_seconds()) < 3600
@@ -115,7 +119,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_goes_on_at_the_next_line(tmp_pa
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(f'{{"kind": "epoch", "epoch": {"9" * 400}}}\n{{"kind": "epoch", "ep')  # no float, and cut
     (first,) = board.trackers
-    resumed = Dashboard(tmp_path, ConfigDict(CONFIG), is_main=True)
+    resumed = Dashboard(tmp_path, CONFIG, is_main=True)
     before = dashboard.read_metrics(tmp_path)
     resumed.truncate(2)
     assert dashboard.read_metrics(tmp_path) == before[:2], "with their times"
@@ -129,7 +133,7 @@ def test_a_resumed_run_is_the_same_wandb_run_and_goes_on_at_the_next_line(tmp_pa
 
 def test_phases_are_timed_into_the_epochs_line(tmp_path, now):
     waited = []
-    board = Dashboard(tmp_path, ConfigDict(CONFIG), is_main=True, synchronize=lambda: waited.append(1))
+    board = Dashboard(tmp_path, CONFIG, is_main=True, synchronize=lambda: waited.append(1))
     for phase in ("rollout", "eval", "rollout"):
         with board.timed(phase):
             now[0] += 0.5
@@ -157,7 +161,7 @@ def test_in_a_pipe_an_epoch_is_one_plain_line(board, capsys):
 
 
 def test_the_eta_is_the_end_of_the_last_epoch_or_of_the_one_in_which_the_hours_end(now, board, capsys):
-    board.config.num_epochs = 10
+    board.config = replace(board.config, num_epochs=10)
     for epoch, left in enumerate([{}, dict(seconds_left=150.0), dict(seconds_left=-1.0)]):
         with board.timed("rollout"):
             now[0] += 100
@@ -228,10 +232,11 @@ def test_a_wandb_that_sends_nothing_although_it_has_a_key_says_so(tmp_path, monk
 SERVICE_DIES = """
 import os, signal, sys
 from pathlib import Path
-from ml_collections import ConfigDict
 from flow_grpo.monitoring.dashboard import Dashboard
+from flow_grpo.settings.sections import Config
+from flow_grpo.settings.sections import Config, Train
 
-board = Dashboard(sys.argv[1], ConfigDict({"logger": "wandb", "name": "red", "num_epochs": 3}), is_main=True)
+board = Dashboard(sys.argv[1], Config(name="red", num_epochs=3), is_main=True)
 stats = {int(path.parent.name): path.read_text() for path in Path("/proc").glob("[0-9]*/stat")}
 (service,) = [process for process, stat in stats.items() if int(stat.rsplit(")", 1)[1].split()[1]) == os.getpid()]
 os.kill(service, signal.SIGKILL)
@@ -257,7 +262,7 @@ def test_a_wandb_service_that_dies_is_one_sentence_and_ends_nothing(tmp_path):
 @pytest.mark.skipif(not trackers.is_installed("tensorboard"), reason="tensorboard, of the extra test, is not installed")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of tensorboard's own thread
 def test_a_tensorboard_whose_folder_goes_is_one_sentence_and_ends_nothing(tmp_path, capsys):
-    board = Dashboard(tmp_path, ConfigDict(CONFIG | {"logger": "tensorboard"}), is_main=True)
+    board = Dashboard(tmp_path, replace(CONFIG, logger="tensorboard"), is_main=True)
     board.log("update", {"loss": 0.5}, epoch=0, step=1)
     board.trackers[0].writer.flush()
     shutil.rmtree(tmp_path / "tensorboard")
@@ -273,7 +278,7 @@ def test_a_tensorboard_whose_folder_goes_is_one_sentence_and_ends_nothing(tmp_pa
 def test_tensorboard_holds_what_was_logged_without_an_abandoned_future(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = ConfigDict(CONFIG | {"logger": "tensorboard"})
+    config = replace(CONFIG, logger="tensorboard")
     board = Dashboard(tmp_path, config, is_main=True)
     for step in (1, 2, 3):
         board.log("update", {"loss": step / 8}, epoch=step - 1, step=step)
@@ -384,7 +389,7 @@ def test_finish_draws_curves_from_the_folder_alone_and_no_damaged_picture_ends_a
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
-    board = Dashboard(tmp_path / "run", ConfigDict(CONFIG), is_main=False)
+    board = Dashboard(tmp_path / "run", CONFIG, is_main=False)
     board.truncate(0)
     with board.timed("rollout"):
         board.log("epoch", {"reward/avg": 1.0}, epoch=0, step=0)

@@ -2,10 +2,10 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
-from ml_collections import ConfigDict
 from small import ROOT, as_prompts, config_of, loaded, plan, stored, train
 
 from flow_grpo.command_line import checks
@@ -36,8 +36,7 @@ def closest(run, /, **changes):
 
 def test_each_measured_row_is_the_closest_of_its_own_config():
     for row in measured.rows():
-        config = row.config()
-        config.dry_run = row.gpus
+        config = replace(row.config(), dry_run=row.gpus)
         assert measured.closest(config) == (row, [])
 
 
@@ -112,7 +111,7 @@ def test_test_prompts_are_counted_when_they_are_drawn():
 @pytest.mark.parametrize(("kind", "num_extra"), [("window", 0), ("nft", 1), ("online dpo", 0)])
 def test_a_checkpoint_is_as_large_as_a_dry_run_says(recorded, kind, num_extra):
     folder = recorded(kind).folder
-    config = ConfigDict(json.loads((folder / "config.json").read_text()))
+    config = table.of_stored(json.loads((folder / "config.json").read_text()))
     tensors = stored(folder, 1)
     sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not name.endswith("/step")}
     trained = sum(size for name, size in sizes.items() if name.startswith("model/"))

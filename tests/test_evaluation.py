@@ -29,7 +29,8 @@ from flow_grpo.evaluation import estimates, evaluation, policies_to_compare, var
 from flow_grpo.monitoring import run_history
 from flow_grpo.run import save
 from flow_grpo.run.evaluate import due_kinds, remaining_kinds
-from flow_grpo.settings.table import default_config
+from flow_grpo.settings.sections import Config, Eval, Reward
+from flow_grpo.settings.table import with_values
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 WINDOW = "shapes_qwenimage"
@@ -62,9 +63,7 @@ def test_only_a_higher_finite_value_is_better():
 
 def test_a_figure_that_no_reward_has_cannot_choose():
     """Which is known once there are figures; a reward that there is not: test_refusals.py."""
-    config = default_config()
-    config.eval.best_by = "shapes_beauty"
-    run = SimpleNamespace(config=config, choosing_prompts=None, size=None)
+    run = SimpleNamespace(config=Config(eval=Eval(best_by="shapes_beauty")), choosing_prompts=None, size=None)
     figures = dict(avg=0.5, shapes=0.5, shapes_accuracy=0.5)
     assert_refused([("", lambda: save.best_candidate(run, 0, figures), ["'shapes_beauty'", "avg, shapes, shapes_ac"])])
 
@@ -112,10 +111,7 @@ def test_a_checkpoint_says_how_its_run_evaluates_and_the_record_of_a_run_since_w
 
 
 def test_held_out_figures_of_an_end_stay_unless_they_are_made_again():
-    config = default_config()
-    config.eval_freq = 2
-    config.num_epochs = 9
-    run = SimpleNamespace(config=config, best_evaluation=None, epoch=3)
+    run = SimpleNamespace(config=Config(eval_freq=2, num_epochs=9), best_evaluation=None, epoch=3)
     assert remaining_kinds(run) == {"validation"}
     for epoch in (4, 9):
         run.epoch = epoch
@@ -154,22 +150,18 @@ def test_a_best_that_was_measured_otherwise_is_set_aside(key, tmp_path):
 
 
 def test_figures_of_another_base_or_by_other_options_of_a_reward_are_compared_with_none_of_before():
-    before = save.settings_of_figures(default_config())
+    before = save.settings_of_figures(Config())
     options = {"vlm_judge": {"question": "is it?"}}
     changes = dict(base_precision="nf4", text_tokens=9, precision="bf16") | {"reward.args": options}
     for key, value in changes.items():
-        config = default_config()
-        with config.unlocked():
-            config.update_from_flattened_dict({key: value})
-        assert save.settings_of_figures(config) != before
-    config = default_config()
-    config.reward.args = {"vlm_judge": {"url": "http://elsewhere:1"}}
-    assert save.settings_of_figures(config) == before
+        assert save.settings_of_figures(with_values(Config(), {key: value})) != before
+    elsewhere = Reward(args={"vlm_judge": {"url": "http://elsewhere:1"}})
+    assert save.settings_of_figures(Config(reward=elsewhere)) == before
 
 
 def test_a_test_is_due_before_the_first_epoch_after_the_last_and_as_often_as_the_config_says():
-    config = default_config()
-    for config.eval_freq, config.eval.test_freq, kinds in ((2, 0, {"eval"}), (2, 2, {"eval", "test"}), (0, 1, None)):
+    for eval_freq, test_freq, kinds in ((2, 0, {"eval"}), (2, 2, {"eval", "test"}), (0, 1, None)):
+        config = Config(eval_freq=eval_freq, eval=Eval(test_freq=test_freq))
         both = set() if kinds is None else {"eval", "test"}
         assert [due_kinds(config, epoch) for epoch in range(3)] == [both, set(), kinds or set()]
         assert due_kinds(config, 3, last=True) == both
@@ -177,11 +169,11 @@ def test_a_test_is_due_before_the_first_epoch_after_the_last_and_as_often_as_the
 
 def test_a_run_is_evaluated_by_its_own_settings(tmp_path):
     changes = dict(height=96, width=32, precision="bf16", base_precision="nf4", vae_precision="bf16", text_tokens=9)
-    stored = default_config().to_dict() | changes
+    stored = Config().to_dict() | changes
     del stored["model_class"], stored["eval"]["noises_per_prompt"]  # of a run that is older than these
     (tmp_path / "config.json").write_text(json.dumps(stored))
     config = policies_to_compare.run_config(tmp_path)
-    assert {name: config[name] for name in changes} == changes
+    assert {name: getattr(config, name) for name in changes} == changes
     assert (config.model_class, config.eval.noises_per_prompt) == ("", 1)
 
 

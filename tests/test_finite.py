@@ -13,7 +13,7 @@ from flow_grpo.checkpoints import checkpoints
 from flow_grpo.monitoring import health
 from flow_grpo.run import rewards as run_rewards
 from flow_grpo.scoring.pool import Pool
-from flow_grpo.settings.table import default_config
+from flow_grpo.settings.sections import Health, Reward
 from flow_grpo.weights import finite, fsdp_utils
 
 NAN = math.nan
@@ -58,9 +58,7 @@ def test_weights_that_are_spoilt_are_neither_saved_nor_exported(shallow, tmp_pat
 
 @pytest.mark.parametrize("share", [0.0, 0.05])
 def test_an_image_that_is_not_finite_is_not_scored(share):
-    settings = default_config().reward
-    settings.max_masked_share = share
-    pool = Pool(torch.device("cpu"), {"jpeg_compressibility": 1.0}, (), settings)
+    pool = Pool(torch.device("cpu"), {"jpeg_compressibility": 1.0}, (), Reward(max_masked_share=share))
     images = torch.full((3, 3, 16, 16), 0.5)
     images[1, 2, 5, 5] = NAN
     pending = pool.submit(images, as_prompts(["a", "b" * 5000, "c"]))
@@ -70,7 +68,7 @@ def test_an_image_that_is_not_finite_is_not_scored(share):
 
 
 def test_a_sign_of_health_that_is_no_number_is_beyond_its_limit(monkeypatch):
-    limits = default_config().health
+    limits = Health()
     for value, is_beyond in ((NAN, True), (limits.reward_drop, False), (INF, True)):
         monkeypatch.setattr(health, "SIGNS", {"reward_drop": lambda epochs, value=value: health.Sign(value, "it fell")})
         assert bool(health.judge([health.Epoch(0)], limits).alarms) == is_beyond

@@ -7,19 +7,18 @@ from types import SimpleNamespace as Record
 
 import pytest
 import torch
-from ml_collections import ConfigDict
 from small import lines_of, stored, train
 
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.monitoring import health
 from flow_grpo.run import loop
 from flow_grpo.run.rewards import latent_signs
-from flow_grpo.settings.table import default_config
+from flow_grpo.settings.sections import Config, Eval, Health, Train
 from flow_grpo.weights import policies
 
-LIMITS = default_config().health
-OFF = ConfigDict(dict(LIMITS) | dict.fromkeys(health.SIGNS, 0.0))
-CONFIG = ConfigDict(dict(train=dict(clip_range=1e-4, objective="clip"), eval={}))
+LIMITS = Health()
+OFF = Health(**dict.fromkeys(health.SIGNS, 0.0))
+CONFIG = Config()
 
 
 def latents(num=64, seed=0):
@@ -137,7 +136,7 @@ def test_an_epoch_is_summed_up_from_its_records():
     evaluation = {"kind": "eval", "epoch": 3, "eval/avg": 0.6, "eval/std_error": 0.02, "eval/other": 0.7}
     epoch = health.summarize([evaluation, dict(kind="update", epoch=3, grad_norm=1.0), line], CONFIG)
     assert epoch == health.Epoch(3, reward=0.4, evaluation=0.6, evaluation_error=0.02, acted=True, not_finite={})
-    judged_by = ConfigDict(dict(train=CONFIG.train, eval=dict(best_by="other")))
+    judged_by = Config(eval=Eval(best_by="other"))
     assert health.summarize([evaluation, line], judged_by).evaluation == 0.7
     for share, grad_norm, silent in ((1.0, 1.0, True), (0.9, 1.0, False), (0.9, 0.0, True)):
         records = [dict(kind="update", grad_norm=grad_norm), line | {"reward/zero_std_share": share}]
@@ -147,7 +146,7 @@ def test_an_epoch_is_summed_up_from_its_records():
 def test_rewards_that_are_all_alike_leave_something_to_learn_where_diversity_counts():
     line = {"kind": "epoch", "epoch": 3, "reward/zero_std_share": 1.0}
     for weight, nothing in ((0.0, True), (0.5, False)):
-        config = ConfigDict(dict(train=dict(diversity_weight=weight), eval={}))
+        config = Config(train=Train(diversity_weight=weight))
         assert health.teaches_nothing(line, config) == nothing
         assert health.summarize([dict(kind="update", grad_norm=1.0), line], config).no_signal == nothing
 
@@ -170,7 +169,7 @@ def test_a_run_without_a_best_policy_to_go_back_to_ends_and_says_why_there_is_no
 
 
 def test_rewards_that_are_all_alike_stop_no_distillation():
-    config = ConfigDict(dict(algorithm="distill", train=dict(diversity_weight=0.0)))
+    config = Config(algorithm="distill")
     assert not health.teaches_nothing({"reward/zero_std_share": 1.0}, config)
 
 

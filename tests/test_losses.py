@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ml_collections import ConfigDict
 
 from flow_grpo.algorithms import losses, schedules
 from flow_grpo.algorithms.advantages import best_and_worst_indices, combined_advantages, group_advantages, has_signal
@@ -17,6 +16,7 @@ from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.base import rng
 from flow_grpo.run.update import learning_rate
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
+from flow_grpo.settings.sections import Config, Train
 from flow_grpo.settings.table import BY_KEY
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "golden.npz")
@@ -101,7 +101,7 @@ def test_dppo_stops_the_rows_whose_step_has_gone_too_far_the_right_way():
     assert 0 < stops.sum() < (kl > limit).sum()
     learned = log_prob.clone().requires_grad_()
     step = SimpleNamespace(log_prob=learned, prev_sample_mean=mean, transition_std=std.view(12, 1, 1))
-    rows, train = SimpleNamespace(log_probs=old, means=old_mean), ConfigDict(dict(kl_limit=limit))
+    rows, train = SimpleNamespace(log_probs=old, means=old_mean), Train(kl_limit=limit)
     found = OBJECTIVES["dppo"].function(step, rows, advantages, train)
     assert torch.equal(found.beyond, kl > limit)
     torch.testing.assert_close(found.loss.detach(), -advantages * ratio, rtol=1e-9, atol=0)
@@ -129,7 +129,7 @@ def test_golden_nft(beta):
     step, advantages = golden_step(beta)
     prob = losses.nft_reward_prob(advantages, 5.0)
     torch.testing.assert_close(prob, golden(f"nft/{beta}/reward_prob"), rtol=1e-9, atol=0)
-    train = ConfigDict(dict(adv_clip_max=5.0, nft_beta=float(beta)))
+    train = Train(adv_clip_max=5.0, nft_beta=float(beta))
     found = FORWARD_OBJECTIVES["nft"].function(step, advantages, train).loss
     torch.testing.assert_close(found.mean(), golden(f"nft/{beta}/policy_loss").mean(), rtol=1e-6, atol=0)
 
@@ -152,8 +152,8 @@ def test_the_learning_rate_warms_up_and_falls_to_nothing():
 
 
 def test_a_schedule_ends_with_the_last_update_of_the_last_inner_epoch():
-    train = dict(inner_epochs=2, updates_per_epoch=4, learning_rate=0.1, warmup_updates=0)
-    config = ConfigDict(dict(num_epochs=3, train=train | dict(learning_rate_schedule="linear")))
+    train = Train(inner_epochs=2, updates_per_epoch=4, learning_rate=0.1, learning_rate_schedule="linear")
+    config = Config(num_epochs=3, train=train)
     run = SimpleNamespace(config=config, epoch=2, first_step=116, step=118, learning_rate_factor=0.5)  # of a branch
     assert learning_rate(run) == pytest.approx(0.1 * 6 / 24 * 0.5)
     assert {schedules.learning_rate_share(step, 8, "constant", 0) for step in range(20)} == {1.0}
@@ -165,7 +165,7 @@ def test_awm_is_ppo_of_the_exponential_of_the_errors_difference_with_bounded_adv
     error, old_error = errors_of(step)
     ratio, bounded = (old_error - error).exp(), advantages.clamp(-1, 1)
     assert not torch.equal(bounded, advantages)
-    train = ConfigDict(dict(clip_range=clip_range, adv_clip_max=1.0))
+    train = Train(clip_range=clip_range, adv_clip_max=1.0)
     found = FORWARD_OBJECTIVES["awm"].function(step, advantages, train)
     expected = -torch.minimum(bounded * ratio, bounded * ratio.clamp(1 - clip_range, 1 + clip_range))
     torch.testing.assert_close(found.loss.detach(), expected, rtol=1e-9, atol=0)
@@ -185,7 +185,7 @@ def test_dgpos_gradient_is_that_of_a_groups_preference_but_for_rows_that_went_fa
     goes_on = torch.where(advantages > 0, ratio <= 1.01, ratio >= 0.99)
     assert 0 < goes_on.sum() < 12
     assert s.std() > 0.1
-    train = ConfigDict(dict(adv_clip_max=1.0, dgpo_beta=3.0, clip_range=0.01))
+    train = Train(adv_clip_max=1.0, dgpo_beta=3.0, clip_range=0.01)
     found = FORWARD_OBJECTIVES["dgpo"].function(step, advantages, train)
     torch.testing.assert_close(found.loss.detach(), weight * error, rtol=1e-9, atol=0)
     torch.testing.assert_close(found.log_ratio.detach(), old_error - error, rtol=1e-9, atol=1e-12)
@@ -203,7 +203,7 @@ def test_elbos_gradient_is_that_of_a_ratio_held_to_one_by_its_proximal_term(weig
     distance, old_distance = (e.square().mean((1, 2)) / e.abs().mean((1, 2)) for e in (error, old_error))
     rho = (old_distance - distance.requires_grad_()).exp()
     (weight * (rho * rho.log() - rho) - advantages.clamp(-1, 1) * rho).sum().backward()
-    train = ConfigDict(dict(adv_clip_max=1.0, proximal_weight=weight))
+    train = Train(adv_clip_max=1.0, proximal_weight=weight)
     found = FORWARD_OBJECTIVES["elbo"].function(step, advantages, train)
     assert not found.beyond.any()
     torch.testing.assert_close(found.log_ratio.detach(), old_distance - distance.detach())

@@ -11,6 +11,7 @@ from flow_grpo.algorithms import losses, schedules
 from flow_grpo.algorithms.advantages import group_advantages
 from flow_grpo.command_line import checks
 from flow_grpo.run import rewards, startup
+from flow_grpo.settings import table
 
 NAME = "shapes_qwenimage_nft"
 PLAIN = dict(train__reference_guidance_scale=0.0, train__shared_noise=False)  # as published
@@ -89,7 +90,8 @@ def test_flow_matching_on_own_images_joins_any_loss_by_five_times_its_weight(sta
     run = start(f"{NAME},awm")
     rows = rollout(run)
     rows.advantages = rows.loss_weight = torch.ones(len(rows.image_numbers))
-    for run.config.train.flow_matching_weight in (0.0, 0.5):
+    for weight in (0.0, 0.5):
+        run.config = table.with_values(run.config, {"train.flow_matching_weight": weight})
         script.add_gradients(run, rows.take(torch.arange(4), 4))
         logged.append(run.meter.pop(lambda sums, maxima: (sums, maxima))["loss"])
     (own,) = seen

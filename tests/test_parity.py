@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import check_parity
 import pytest
 import torch
-from ml_collections import ConfigDict
 from small import MODELS, config_of, lines_of, train
 
 from flow_grpo.algorithms.ratio_statistics import ParityError, add_to_meter, parity_problems
@@ -16,6 +15,7 @@ from flow_grpo.base import distributed
 from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.run import run as runs
 from flow_grpo.run import sampling, update
+from flow_grpo.settings.sections import Config, Train
 from flow_grpo.weights import policies
 
 QWEN = MODELS["qwenimage"]
@@ -178,7 +178,7 @@ def test_the_statistics_of_a_ratio_are_their_closed_forms():
         rel=1e-5,
     )
     beyond = torch.tensor([True, False, False, True])  # of the objective's own trust region
-    run = SimpleNamespace(meter=meter, on_policy=False, config=ConfigDict(dict(train=dict(clip_range=0.01))))
+    run = SimpleNamespace(meter=meter, on_policy=False, config=Config(train=Train(clip_range=0.01)))
     step = SimpleNamespace(log_prob=ratio.log())
     rows = SimpleNamespace(log_probs=torch.zeros(4))
     update.record_ratios(run, step, rows, ratio.log(), beyond)

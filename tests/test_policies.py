@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import QwenImagePipeline
-from ml_collections import ConfigDict
 from refused import assert_refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -19,7 +18,7 @@ from flow_grpo.base import checksums
 from flow_grpo.checkpoints import exports
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.evaluation import policies_to_compare
-from flow_grpo.settings import table
+from flow_grpo.settings.sections import Config, Lora
 from flow_grpo.weights import fsdp_utils, load_weights, lora_files, policies
 
 ALONE = dict.fromkeys(["vae", "text_encoder", "tokenizer"])  # the transformer
@@ -27,7 +26,7 @@ TINY = Path(__file__).parents[1] / "flow_grpo" / "assets" / "tiny_qwenimage"
 
 
 def lora(rank=4, alpha=8, path=""):
-    return ConfigDict(dict(rank=rank, alpha=alpha, path=str(path)))
+    return Lora(rank=rank, alpha=alpha, path=str(path))
 
 
 def pipeline_with(adapter, seed=0):
@@ -237,7 +236,7 @@ def written(folder, stored, change):
 
 def by_evaluate(folder):
     """The transformer as scripts/evaluate.py loads it."""
-    config = table.default_config()
+    config = Config()
     candidate = policies_to_compare.find_candidate(str(folder), config, "best")
     policies_to_compare.check_candidate(candidate, QwenImage)
     return policies_to_compare.load_candidate(candidate, QwenImage, torch.device("cpu")).transformer
@@ -246,8 +245,7 @@ def by_evaluate(folder):
 def by_a_run(folder):
     """As a run begins with it, whose rank and alpha the file has."""
     adapter = lora_files.read_adapter(folder)
-    config = table.default_config()
-    config.lora.update(rank=adapter.rank, alpha=adapter.alpha, path=str(folder))
+    config = Config(lora=Lora(rank=adapter.rank, alpha=adapter.alpha, path=str(folder)))
     load_weights.check_model(config, QwenImage)
     model = QwenImage.load(config.model, torch.device("cpu"))
     policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
@@ -318,11 +316,11 @@ def test_a_lora_may_be_a_file_or_the_only_one_of_a_folder_by_any_name(stored, tm
     for path, alpha in ((tmp_path, 8), (named, 8), (files[0], 6)):
         assert lora_files.check_adapter(path).alpha == alpha
     for path in (named, tmp_path, peft):
-        assert policies_to_compare.find_candidate(str(path), table.default_config(), "best").weights == "LoRA"
+        assert policies_to_compare.find_candidate(str(path), Config(), "best").weights == "LoRA"
 
 
 def found_by_evaluate(path):
-    return policies_to_compare.find_candidate(str(path), table.default_config(), "best")
+    return policies_to_compare.find_candidate(str(path), Config(), "best")
 
 
 def test_what_is_no_lora_that_can_be_read_is_one_sentence_with_what_is_there(stored, tmp_path):

@@ -113,7 +113,7 @@ def test_a_script_reads_exactly_the_settings_whose_entries_say_so(algorithm, sha
     for name, how in RUNS[algorithm]:
         teachers = given if algorithm == table.DISTILL else {}
         config = config_of(name, tmp_path, **shallow | how | teachers)
-        with recorded_reads(config, monkeypatch) as reads:
+        with recorded_reads(monkeypatch) as reads:
             SCRIPTS[algorithm].main(config)
         some, expected = of_losses(algorithm, config.train)
         assert some & reads.keys() == expected, name

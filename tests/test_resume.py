@@ -26,6 +26,7 @@ from flow_grpo.data import prompts
 from flow_grpo.monitoring import health, model_card, provenance, run_history, trackers
 from flow_grpo.run import input_files, resume
 from flow_grpo.run import run as runs
+from flow_grpo.settings import table
 
 NAME = "shapes_qwenimage_pr"
 
@@ -247,8 +248,8 @@ def opened(config, splits=("train", "validation", "test")):
 def take_folder(how, **more):
     """Where a run of these settings would write and what it would go on from, without holding it."""
     config = config_of(NAME, **how | dict(output_dir="runs") | more)
-    checks.drop_unused_rewards(config)
-    place = resume.take_folder(config, opened(config))
+    settings = checks.without_unused_rewards(table.typed(config))
+    place = resume.take_folder(settings, opened(settings))
     folders.release(place.folder)
     return place
 

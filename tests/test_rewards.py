@@ -15,7 +15,6 @@ import torch
 import train_qwenimage
 import train_qwenimage_nft
 from brightness import brightness
-from ml_collections import ConfigDict
 from recorded import assert_same
 from small import ENV, ROOT, as_prompts, config_of, lines_of, random_images, stored, train
 from test_scoring import listening, settings
@@ -32,6 +31,7 @@ from flow_grpo.run import sampling
 from flow_grpo.scoring import pool as pools
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
+from flow_grpo.settings.sections import Config, Train
 
 WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
 NFT, DPO = "shapes_qwenimage_nft", "shapes_qwenimage_dpo,online"
@@ -319,7 +319,7 @@ def test_branches_are_measured_at_the_first_and_at_the_last_trained_step():
     """Two trunks, three steps, two branches: first steps differ by 2 and by 4, one of the last two is flat."""
     scores = torch.tensor([[[1.0, 3.0], [0.0, 9.0], [5.0, 5.0]], [[0.0, 4.0], [0.0, 9.0], [1.0, 2.0]]])
     groups = torch.arange(6).view(2, 3, 1).expand(scores.shape)
-    config = ConfigDict(dict(reward_fn={"a": 1.0}, train=dict(reward_aggregation="sum")))
+    config = Config(reward_fn={"a": 1.0})
     by_name = {"avg": scores.flatten(), "a": scores.flatten()}
     figures = run_rewards.step_figures(run_rewards.Rewards(by_name, groups.flatten(), scores.shape), config)
     assert figures == {
@@ -336,7 +336,7 @@ def test_branches_are_measured_at_the_first_and_at_the_last_trained_step():
 def test_the_share_of_flat_groups_counts_what_training_takes_for_flat(aggregation, share):
     """The first group's weighted sums are rounding; with "gdpo" its rewards count one by one. The second one is flat,
     and an image without a reward counts nothing."""
-    config = ConfigDict(dict(reward_fn={"a": 1.0, "b": -0.3}, train=dict(reward_aggregation=aggregation)))
+    config = Config(reward_fn={"a": 1.0, "b": -0.3}, train=Train(reward_aggregation=aggregation))
     a = torch.tensor([85.1, 85.2, 85.3, 5.0, 5.0, 7.0])
     scores = {"a": a, "b": a / 0.3 * torch.tensor([1 + 2e-7, 1, 1, 1, 1, 1])}
     scores["b"][5] = torch.nan

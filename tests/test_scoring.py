@@ -15,6 +15,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 
 import hostile
 import httpx
@@ -25,7 +26,7 @@ import torch
 import warm
 from hostile import http_server, says
 from PIL import Image
-from small import ENV, as_prompts, config_of, random_images
+from small import ENV, as_prompts, random_images
 from starlette.exceptions import HTTPException
 
 from flow_grpo import rewards
@@ -41,13 +42,14 @@ from flow_grpo.scoring import pool as scoring_pool
 from flow_grpo.scoring import settings as scoring_settings
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed, join_scores
+from flow_grpo.settings.sections import Reward
 
 CPU = torch.device("cpu")
 JPEG = {"jpeg_compressibility": 1.0}
 
 
 def settings(**changed):
-    return config_of("shapes_qwenimage", **{f"reward__{key}": value for key, value in changed.items()}).reward
+    return Reward(**changed)
 
 
 @pytest.fixture(autouse=True)
@@ -93,12 +95,14 @@ def test_a_token_is_asked_for_before_weights_are_loaded_and_ctrl_c_is_quiet(tmp_
         for header in (b"", b"Bearer open", b"Bearer s\xe9same"):
             assert httpx.post(url + "/score", headers={"Authorization": header}).status_code == 401
         asking = settings(args={"jpeg_compressibility": dict(url=url)}, timeout_s=5.0)
-        for asking.token_file in ("", str(other)):
+        for token_file in ("", str(other)):
+            asking = replace(asking, token_file=token_file)
             with pytest.raises(ValueError, match=f"{url} asks for another token"):
                 scoring_settings.check_rewards(JPEG, (), asking)
             with pytest.raises(RewardFailed, match="HTTP 401"):
                 score(Pool(CPU, JPEG, (), asking))
-        for asking.token_file in (str(right), ""):
+        for token_file in (str(right), ""):
+            asking = replace(asking, token_file=token_file)
             scoring_settings.check_rewards(JPEG, (), asking)
             assert score(Pool(CPU, JPEG, (), asking))["avg"].shape == (6,)
             monkeypatch.setenv("REWARD_TOKEN", "sesame")

@@ -65,7 +65,9 @@ def size(config) -> tuple[str, str]:
         return f"{sample.num_prompts_per_epoch} pairs", ""
     images = f"{sample.num_prompts_per_epoch} x {sample.num_images_per_prompt}"
     images += f" x {sample.num_branches}" if sample.num_branches > 1 else ""
-    steps = f"{batch_plan.num_trained_steps(config)} of {sample.num_steps}, level {sample.noise_level:g}"
+    steps = (
+        f"{batch_plan.num_trained_steps(settings.typed(config))} of {sample.num_steps}, level {sample.noise_level:g}"
+    )
     return images, "" if config.algorithm == settings.NFT else steps
 
 
@@ -78,7 +80,7 @@ def gpu_counts(config) -> str:
     plan, counts = batch_plan.plan_pairs if config.algorithm == settings.DPO else batch_plan.plan_batches, []
     for count in range(1, MAX_GPUS + 1):
         with suppress(ValueError):
-            plan(config, count)
+            plan(settings.typed(config), count)
             counts.append(str(count))
     return ", ".join(counts)
 

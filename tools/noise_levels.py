@@ -12,6 +12,7 @@ from config import grpo
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size, training_size
+from flow_grpo.settings.table import typed
 
 PUBLISHED_SCHEDULERS = {  # settings that differ from the tiny model's; from memory
     "black-forest-labs/FLUX.1-schnell": dict(use_dynamic_shifting=False, shift=1.0),
@@ -37,7 +38,7 @@ def of_published_models() -> list[NoiseLevels]:
     for run in grpo.RUNS:
         config = run()
         if config.model not in rows and registry.published(config.model):
-            rows[config.model] = _of_model(config.model, config.sample.num_steps, training_size(config))
+            rows[config.model] = _of_model(config.model, config.sample.num_steps, training_size(typed(config)))
     return list(rows.values())
 
 

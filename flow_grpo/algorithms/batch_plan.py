@@ -1,12 +1,12 @@
 """The plan of an epoch: how the prompts, images and updates of an experiment divide over GPUs and their batches."""
 
-import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import gpus
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
+from flow_grpo.settings.sections import Config
 from flow_grpo.settings.table import MAX_BATCH_SIZE
 
 
@@ -30,7 +30,7 @@ class BatchPlan:
         return self.num_groups * self.group_size * self.num_branches * steps
 
 
-def num_trained_steps(config) -> int:
+def num_trained_steps(config: Config) -> int:
     """Denoising steps of an image that are trained: the window's, or `timestep_fraction` of all, never the last."""
     sample = config.sample
     if sample.num_branches == 1 and sample.sde_window_size > 0:
@@ -41,7 +41,7 @@ def num_trained_steps(config) -> int:
     return min(steps, sample.num_steps - 1)
 
 
-def plan_batches(config, world_size: int) -> BatchPlan:
+def plan_batches(config: Config, world_size: int) -> BatchPlan:
     """Divide an epoch of images over the GPUs. Raises UserError, with numbers that do, if it does not divide."""
     sample = config.sample
     steps = num_trained_steps(config)
@@ -65,7 +65,7 @@ def plan_batches(config, world_size: int) -> BatchPlan:
     )
 
 
-def _check_images(config, world_size: int, images_together: int) -> None:
+def _check_images(config: Config, world_size: int, images_together: int) -> None:
     """Raise UserError, with numbers that do, unless an epoch's images divide over the GPUs and their batches."""
     sample = config.sample
     images = _num_images(config)
@@ -86,7 +86,7 @@ def _check_images(config, world_size: int, images_together: int) -> None:
     )
 
 
-def _check_updates(config, images_together: int) -> None:
+def _check_updates(config: Config, images_together: int) -> None:
     """Raise UserError, with numbers that do, unless a batch's rows divide into the updates."""
     size = config.sample.batch_size
     if _splits_into_updates(config, size, images_together):
@@ -107,13 +107,12 @@ def _check_updates(config, images_together: int) -> None:
     )
 
 
-def _objective_takes_updates(config, updates_per_epoch: int) -> bool:
+def _objective_takes_updates(config: Config, updates_per_epoch: int) -> bool:
     """Return whether the chosen loss can be trained with this many updates of an epoch."""
     check = FORWARD_OBJECTIVES[config.train.forward_objective].check
     if check is None:
         return True
-    changed = copy.deepcopy(config)
-    changed.train.updates_per_epoch = updates_per_epoch
+    changed = replace(config, train=replace(config.train, updates_per_epoch=updates_per_epoch))
     try:
         check(changed)
     except UserError:
@@ -121,7 +120,7 @@ def _objective_takes_updates(config, updates_per_epoch: int) -> bool:
     return True
 
 
-def _splits_into_updates(config, batch_size: int, images_together: int) -> bool:
+def _splits_into_updates(config: Config, batch_size: int, images_together: int) -> bool:
     """Return whether every update gets equally many rows of a batch, `images_together` neighbours at a time."""
     if batch_size % images_together:
         return False
@@ -129,25 +128,25 @@ def _splits_into_updates(config, batch_size: int, images_together: int) -> bool:
     return rows % config.train.updates_per_epoch == 0
 
 
-def _num_images(config) -> int:
+def _num_images(config: Config) -> int:
     """Images or trunks of an epoch, over all ranks."""
     return config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
 
 
-def _window_is_cut_off(config) -> bool:
+def _window_is_cut_off(config: Config) -> bool:
     """Return whether the window moves on, so that the end of its range cuts it off."""
     sample = config.sample
     return sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_interval > 0
 
 
-def _fewest_trained_steps(config) -> int:
+def _fewest_trained_steps(config: Config) -> int:
     """Trained steps of an image in the epoch that has the fewest."""
     if _window_is_cut_off(config):
         return 1
     return num_trained_steps(config)
 
 
-def plan_pairs(config, world_size: int) -> BatchPlan:
+def plan_pairs(config: Config, world_size: int) -> BatchPlan:
     """Divide an epoch of preference pairs, one per prompt, over the GPUs; a forward holds sample.batch_size // 2 pairs.
 
     A batch is pairs to be read (preferences.path), or images that are sampled together: then whole groups, so that a

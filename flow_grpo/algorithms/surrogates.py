@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.flow_matching import velocity_error
 from flow_grpo.algorithms.rollout import Minibatch
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
+from flow_grpo.settings.sections import Train
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class ForwardStep(NamedTuple):
 # and advantages [R * J] are within train.adv_clip_max.
 
 
-def clip(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
+def clip(step: SDEStep, rows: Minibatch, advantages: Tensor, train: Train) -> Surrogate:
     """PPO's clipped ratio (Flow-GRPO, arXiv:2505.05470, eq. 5)."""
     loss = losses.clipped_surrogate(step.log_prob, rows.log_probs, advantages, train.clip_range)
     return Surrogate(loss, step.log_prob - rows.log_probs)
 
 
-def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
+def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: Train) -> Surrogate:
     """Clipped ratio without its bias and its step's noise scale (GRPO-Guard, arXiv:2510.22319)."""
     log_ratio = losses.guard_log_ratio(
         step.log_prob, rows.log_probs, step.prev_sample_mean, rows.means, step.transition_std
@@ -55,7 +55,7 @@ def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict)
     return Surrogate(loss, log_ratio)
 
 
-def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) -> Surrogate:
+def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: Train) -> Surrogate:
     """Ratio within a bound of the step's KL, in place of a bound of the ratio (Flow-DPPO, arXiv:2606.11025)."""
     log_ratio = step.log_prob - rows.log_probs
     kl = losses.gaussian_kl(step.prev_sample_mean, rows.means, step.transition_std)
@@ -66,7 +66,7 @@ def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: ConfigDict) 
 # Objectives of finished images on the forward process: (step, advantages, train). Each bounds its advantages [R].
 
 
-def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
+def nft(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
     """DiffusionNFT's loss (arXiv:2509.16117, eq. 5), with the factor of its published code."""
     reward_prob = losses.nft_reward_prob(advantages, train.adv_clip_max)
     loss = losses.nft_loss(
@@ -75,7 +75,7 @@ def nft(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
     return Surrogate(losses.NFT_FACTOR * loss)
 
 
-def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
+def awm(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
     """PPO's clip of flow matching errors (AWM, arXiv:2509.25050)."""
     error = velocity_error(step.velocity, step.x_0, step.noise)
     old_error = velocity_error(step.old_velocity, step.x_0, step.noise)
@@ -84,7 +84,7 @@ def awm(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
     return Surrogate(loss, old_error - error)
 
 
-def dgpo(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
+def dgpo(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
     """Groups as preferences (DGPO, arXiv:2510.08425), over the reference or, without one, over the old policy."""
     error = velocity_error(step.velocity, step.x_0, step.noise)
     old_error = velocity_error(step.old_velocity, step.x_0, step.noise)
@@ -98,7 +98,7 @@ def dgpo(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
     return Surrogate(loss, old_error - error)
 
 
-def elbo(step: ForwardStep, advantages: Tensor, train: ConfigDict) -> Surrogate:
+def elbo(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
     """Policy gradient of the ELBO, with a proximal term (arXiv:2602.04663, "PEPG")."""
     distance = losses.self_normalised_error(step.velocity, step.x_t, step.x_0, step.sigma)
     old_distance = losses.self_normalised_error(step.old_velocity, step.x_t, step.x_0, step.sigma)

@@ -1,7 +1,7 @@
 """What settings may say together, and what each script asks of them. Checked before any weight is loaded."""
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from ml_collections import ConfigDict
@@ -15,8 +15,10 @@ from flow_grpo.base.metric_table import names_score
 from flow_grpo.diffusers_patch.sampling_params import check_noise_level
 from flow_grpo.settings import stored_config, table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES, Objective
-from flow_grpo.settings.setting import Setting
+from flow_grpo.settings.sections import Config, Sample, Train
+from flow_grpo.settings.setting import FrozenDict, Setting
 
+OPEN_SECTIONS = ("custom.", "reward_fn.", "reward.args.")  # whose names are the user's
 MAX_WIDTHS = 32  # of text; with the update's and evaluation's graphs well below compilation.py's limit of 64
 BASES = {  # sample.rollout_weights -> the values of base_precision beneath it
     "exact": ("", "fp8_weights", "nf4"),
@@ -26,7 +28,7 @@ BASES = {  # sample.rollout_weights -> the values of base_precision beneath it
 }
 
 
-def evaluates(config: ConfigDict) -> bool:
+def evaluates(config: Config) -> bool:
     """Whether a run ever evaluates images."""
     return bool(config.eval_freq and config.eval.num_prompts)
 
@@ -36,29 +38,19 @@ class Script:
     """What a script asks of a config."""
 
     algorithm: str  # config.algorithm of the configs that are for it
-    check: Callable[[ConfigDict], None]  # of config.sample
-    plan: Callable[[ConfigDict, int], BatchPlan] = plan_batches  # how an epoch divides over a number of GPUs
-    reads_dataset: Callable[[ConfigDict], bool] = lambda config: True
+    check: Callable[[Sample], None]  # of config.sample
+    plan: Callable[[Config, int], BatchPlan] = plan_batches  # how an epoch divides over a number of GPUs
+    reads_dataset: Callable[[Config], bool] = lambda config: True
 
 
-def check(config: ConfigDict, script: Script) -> None:
-    """Refuse what cannot be meant; rewards of weight 0 leave config.reward_fn. Raises UserError with the setting, its
-    value, and what it may be."""
-    drop_unused_rewards(config)
-    if config.algorithm in tuple(table.SCRIPTS) and config.algorithm != script.algorithm:
-        raise UserError(
-            f"{config.name} is a config for {table.SCRIPTS[config.algorithm]}, but this script is "
-            f"{table.SCRIPTS[script.algorithm]}: config.algorithm is {config.algorithm!r}, not {script.algorithm!r}"
-        )
-    stored_config.check_values(config)
-    table.check_values(config)
-    defaults = table.default_config()
-    for setting in table.SETTINGS:
-        value = table.value_of(config, setting.key)
-        if value != table.value_of(defaults, setting.key):
-            if script.algorithm not in setting.used_by:
-                raise UserError(f"config.{setting.key} is set to {quoted(value)}, but this script would ignore it")
-            _check_condition(config, setting, value, script.algorithm)
+def check(editable: ConfigDict, script: Script) -> Config:
+    """Return the config that a run reads, without rewards of weight 0. Raises UserError for what cannot be meant, with
+    the setting, its value, and what it may be."""
+    check_algorithm(editable, script)
+    stored_config.check_values(editable)
+    _check_names(editable)
+    config = without_unused_rewards(table.typed(editable))
+    _check_used(config, script.algorithm)
     alerts.check_alert(config.alert)
     if config.alert == "wandb" and config.logger != "wandb":
         raise UserError(f"config.alert is 'wandb', which takes config.logger 'wandb'; it is {config.logger!r}")
@@ -68,48 +60,81 @@ def check(config: ConfigDict, script: Script) -> None:
     script.check(config.sample)
     if not config.resume_from:  # a checkpoint may have what the config lacks, see run/resume.py
         check_step_weight(config)
+    return config
 
 
-def _check_loss(config: ConfigDict, script: Script) -> None:
+def check_algorithm(config: ConfigDict, script: Script) -> None:
+    """Raises UserError for a config that is for another script."""
+    if config.algorithm in tuple(table.SCRIPTS) and config.algorithm != script.algorithm:
+        raise UserError(
+            f"{config.name} is a config for {table.SCRIPTS[config.algorithm]}, but this script is "
+            f"{table.SCRIPTS[script.algorithm]}: config.algorithm is {config.algorithm!r}, not {script.algorithm!r}"
+        )
+
+
+def _check_names(config: ConfigDict) -> None:
+    """Raises UserError for a name that a config file has added beside the settings."""
+    for key in table.flat(config):
+        is_named_by_user = key.startswith(OPEN_SECTIONS)
+        if key not in table.BY_KEY and not is_named_by_user:
+            raise UserError(f"config.{key} is no setting; settings of your own belong into config.custom")
+
+
+def _check_used(config: Config, algorithm: str) -> None:
+    """Raises UserError for a setting that is not its default and that the script, or another setting, makes useless."""
+    defaults = Config()
+    for setting in table.SETTINGS:
+        value = table.value_of(config, setting.key)
+        if value != table.value_of(defaults, setting.key):
+            if algorithm not in setting.used_by:
+                raise UserError(f"config.{setting.key} is set to {quoted(value)}, but this script would ignore it")
+            _check_condition(config, setting, value, algorithm)
+
+
+def _check_loss(config: Config, script: Script) -> None:
     """Refuse a setting that only another loss than the chosen one reads, and what that one cannot be trained with."""
-    train = config.train
     reads = {name for record in (*OBJECTIVES.values(), *FORWARD_OBJECTIVES.values()) for name in record.reads}
-    for key, record in _chosen_losses(train, script.algorithm):
+    for key, record in _chosen_losses(config.train, script.algorithm):
         for name in sorted(reads - {*record.reads}):
-            if train[name] != table.BY_KEY[f"train.{name}"].default:
-                raise UserError(
-                    f"config.train.{name} is {train[name]!r}, but config.train.{key} {train[key]!r} would ignore it"
-                )
+            value = table.value_of(config, f"train.{name}")
+            if value != table.BY_KEY[f"train.{name}"].default:
+                chosen = table.value_of(config, f"train.{key}")
+                raise UserError(f"config.train.{name} is {value!r}, but config.train.{key} {chosen!r} would ignore it")
         if record.check:
             record.check(config)
 
 
-def _chosen_losses(train: ConfigDict, algorithm: str) -> Iterator[tuple[str, Objective]]:
+def _chosen_losses(train: Train, algorithm: str) -> Iterator[tuple[str, Objective]]:
     """The chosen losses among those that an algorithm's script reads, with the last part of their setting's key."""
-    for key, records in (("objective", OBJECTIVES), ("forward_objective", FORWARD_OBJECTIVES)):
-        if algorithm in table.BY_KEY[f"train.{key}"].used_by:
-            yield key, records[train[key]]
+    if algorithm in table.BY_KEY["train.objective"].used_by:
+        yield "objective", OBJECTIVES[train.objective]
+    if algorithm in table.BY_KEY["train.forward_objective"].used_by:
+        yield "forward_objective", FORWARD_OBJECTIVES[train.forward_objective]
 
 
-def caution(config: ConfigDict) -> str:
+def caution(config: Config) -> str:
     """Return what a run says of its loss when it starts; "" for nothing."""
     sentences = []
     for key, record in _chosen_losses(config.train, config.algorithm):
         if record.caution:
-            sentences.append(f"train.{key} {config.train[key]!r} {record.caution}")
+            chosen = table.value_of(config, f"train.{key}")
+            sentences.append(f"train.{key} {chosen!r} {record.caution}")
     return "; ".join(sentences)
 
 
-def drop_unused_rewards(config: ConfigDict) -> None:
-    """Leave rewards of weight 0 out of config.reward_fn. Raises UserError if that is no dict, or if one of them is no
-    reward: a misspelt name would leave in what it was to take out."""
-    table.BY_KEY["reward_fn"].check(config.reward_fn, "reward_fn")
-    for name in (name for name, weight in config.reward_fn.items() if weight == 0):
-        rewards.check_reward_name(name, "config.reward_fn", served=config.reward.args)
-    config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if weight != 0}
+def without_unused_rewards(config: Config) -> Config:
+    """Return the config without rewards of weight 0. Raises UserError if one of them is no reward: a misspelt name
+    would leave in what it was to take out."""
+    used = {}
+    for name, weight in config.reward_fn.items():
+        if weight == 0:
+            rewards.check_reward_name(name, "config.reward_fn", served=config.reward.args)
+        else:
+            used[name] = weight
+    return replace(config, reward_fn=FrozenDict(used))
 
 
-def _check_condition(config: ConfigDict, setting: Setting, value, algorithm: str) -> None:
+def _check_condition(config: Config, setting: Setting, value, algorithm: str) -> None:
     """Refuse a setting that others make the run ignore."""
     _check_needs(config, setting, setting.when, value, algorithm)
 
@@ -121,7 +146,9 @@ def check_typed(config: ConfigDict, keys: Collection[str]) -> None:
             _check_needs(config, setting, setting.typed_when, table.value_of(config, setting.key), config.algorithm)
 
 
-def _check_needs(config: ConfigDict, setting: Setting, needs: tuple[tuple, ...], value, algorithm: str) -> None:
+def _check_needs(
+    config: Config | ConfigDict, setting: Setting, needs: tuple[tuple, ...], value, algorithm: str
+) -> None:
     for key, *values in needs:
         other = table.value_of(config, key)
         if algorithm in table.BY_KEY[key].used_by and (other not in values if values else not other):
@@ -131,13 +158,13 @@ def _check_needs(config: ConfigDict, setting: Setting, needs: tuple[tuple, ...],
             )
 
 
-def _check_meaning(config: ConfigDict) -> None:
+def _check_meaning(config: Config) -> None:
     name, path = config.run_name, PurePath(config.run_name)
     if path.is_absolute() or ".." in path.parts or (name and not path.parts):
         raise UserError(f"config.run_name is {quoted(name)}; it must be the name of a folder in config.output_dir")
-    for key in ("height", "width"):
-        if config[key] % 16:
-            raise UserError(f"config.{key} is {config[key]}; it must be a multiple of 16 pixels")
+    for key, pixels in (("height", config.height), ("width", config.width)):
+        if pixels % 16:
+            raise UserError(f"config.{key} is {pixels}; it must be a multiple of 16 pixels")
     names, chosen = [*config.reward_fn, *config.eval.rewards], config.eval.best_by
     if not names_score(chosen, names):
         raise UserError(
@@ -154,7 +181,7 @@ def _check_meaning(config: ConfigDict) -> None:
         raise UserError(f"config.train.old_decay_schedule is {decay}; it may be 1, 2, or a fixed decay below 1")
 
 
-def _check_speed(config: ConfigDict) -> None:
+def _check_speed(config: Config) -> None:
     sample, recomputed = config.sample, config.fsdp.activation_checkpointing
     if config.base_precision not in BASES[sample.rollout_weights]:
         raise UserError(
@@ -179,13 +206,13 @@ def _check_speed(config: ConfigDict) -> None:
         )
 
 
-def check_windowed_groups(sample) -> None:
+def check_windowed_groups(sample: Sample) -> None:
     """Raises UserError unless the SDE window lies within the steps and images can be compared; train_*.py."""
     check_window(sample)
     check_groups(sample)
 
 
-def check_window(sample) -> None:
+def check_window(sample: Sample) -> None:
     """Raises UserError unless the SDE window lies within the steps; train_*_distill.py, which compares no images."""
     first, last = sample.sde_window_range
     unused = table.BY_KEY["sample.sde_window_range"].default, (0, sample.num_steps - 1)
@@ -203,7 +230,7 @@ def check_window(sample) -> None:
         )
 
 
-def check_branches(sample) -> None:
+def check_branches(sample: Sample) -> None:
     """Raises UserError unless branches can be compared; train_*_pr.py."""
     if sample.num_branches < 2:
         raise UserError(
@@ -212,7 +239,7 @@ def check_branches(sample) -> None:
         )
 
 
-def check_groups(sample) -> None:
+def check_groups(sample: Sample) -> None:
     """Raises UserError unless an image can be compared with another; train_*_dpo.py and prepare_preferences.py."""
     if sample.num_images_per_prompt < 2:
         raise UserError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
@@ -223,7 +250,7 @@ def check_groups(sample) -> None:
         )
 
 
-def check_step_weight(config: ConfigDict) -> None:
+def check_step_weight(config: Config) -> None:
     """Raises UserError for branches without a choice of their steps' weight."""
     if config.sample.num_branches > 1 and not config.train.step_weight:
         raise UserError(
@@ -232,7 +259,7 @@ def check_step_weight(config: ConfigDict) -> None:
         )
 
 
-def check_forward(sample) -> None:
+def check_forward(sample: Sample) -> None:
     """Raises UserError unless finished images are compared and any timestep may be trained; train_*_nft.py."""
     if sample.sde_window_size:
         raise UserError(f"config.sample.sde_window_size is {sample.sde_window_size}; without noise it must be 0")

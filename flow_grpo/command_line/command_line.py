@@ -19,6 +19,7 @@ from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.command_line import checks, help_text, launcher, terminal
 from flow_grpo.command_line.overrides import config_of, split
+from flow_grpo.settings.sections import Config
 
 LONGEST = 2000  # characters of a sentence
 TURN_S = 5.0  # other ranks wait this long before they print; when a machine's first one ends, torchrun ends them
@@ -91,16 +92,16 @@ def _check_checkout() -> None:
 def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
     """Raises UserError, which names the variant that is to blame, for what can be known without importing torch."""
     try:
-        checks.check(config, script)
-        served = [name for name, args in config.reward.args.items() if "url" in args]
-        rewards.check_rewards(config.reward_fn, config.eval.rewards, served)
-        script.plan(config, config.dry_run or launcher.world_size())
-        _check_places(config, script.reads_dataset(config))
+        checked = checks.check(config, script)
+        served = [name for name, args in checked.reward.args.items() if "url" in args]
+        rewards.check_rewards(checked.reward_fn, checked.eval.rewards, served)
+        script.plan(checked, checked.dry_run or launcher.world_size())
+        _check_places(checked, script.reads_dataset(checked))
     except UserError as error:
         raise UserError(f"{error}{help_text.culprit(error, file, config)}") from error
 
 
-def _check_places(config: ConfigDict, reads_dataset: bool) -> None:
+def _check_places(config: Config, reads_dataset: bool) -> None:
     """Raises UserError for a data set, a checkpoint or a model that is not there."""
     try:
         if reads_dataset and not (data := Path(locations.resolve(config.dataset))).is_dir():

@@ -4,15 +4,16 @@ import hashlib
 import importlib
 import inspect
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from diffusers import DiffusionPipeline
-from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.loading import pipeline_name
+from flow_grpo.settings.sections import Config
 
 
 def of_folder(folder: str) -> type[FlowModel]:
@@ -20,10 +21,9 @@ def of_folder(folder: str) -> type[FlowModel]:
     return _of_class(pipeline_name(folder), f"config.model {folder!r} holds")
 
 
-def resolve(config: ConfigDict) -> type[FlowModel]:
-    """Find the class of config.model, or import the one that config.model_class names, and write its source's digest
-    there. Raises UserError where there is none, it is for another pipeline, or its source has not the digest that is
-    there."""
+def resolve(config: Config) -> type[FlowModel]:
+    """Find the class of config.model, or import the one that config.model_class names. Raises UserError where there is
+    none, it is for another pipeline, or its source has not the digest that is stored with its name."""
     if not config.model_class:
         return of_folder(config.model)
     name, _, stored = config.model_class.partition("@")
@@ -35,14 +35,25 @@ def resolve(config: ConfigDict) -> type[FlowModel]:
             f"holds a {pipeline}"
         )
     source = inspect.getfile(model_class)
-    digest = hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16]
+    digest = _source_digest(model_class)
     if stored and stored != digest:
         raise UserError(
             f"config.model_class {name!r} was stored with the digest {stored}, but {source} has {digest}: put the old "
             f"source there, or set model_class={name} to take the new one"
         )
-    config.model_class = f"{name}@{digest}"
     return model_class
+
+
+def with_digest(config: Config, model_class: type[FlowModel]) -> Config:
+    """Return the config as a run stores it: a class of one's own is named together with its source's digest."""
+    if not config.model_class:
+        return config
+    name = config.model_class.partition("@")[0]
+    return replace(config, model_class=f"{name}@{_source_digest(model_class)}")
+
+
+def _source_digest(model_class: type[FlowModel]) -> str:
+    return hashlib.sha256(Path(inspect.getfile(model_class)).read_bytes()).hexdigest()[:16]
 
 
 def _imported(name: str) -> type[FlowModel]:

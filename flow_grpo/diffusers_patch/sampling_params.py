@@ -3,9 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from ml_collections import ConfigDict
-
 from flow_grpo.base.errors import UserError
+from flow_grpo.settings.sections import Sample
 
 # Largest eta of each SDE. Beyond it the step overflows, or the sine of cps, which it rotates by, falls again.
 LARGEST_ETA = {"sde": 10.0, "dance": 10.0, "cps": 1.0, "cps_gaussian": 1.0}
@@ -27,7 +26,7 @@ class SamplingParams:
     flash_solver: str = "dpm"  # ...by one of SOLVERS
 
     @classmethod
-    def of(cls, sample: ConfigDict) -> "SamplingParams":
+    def of(cls, sample: Sample) -> "SamplingParams":
         """Take those of a run's rollout from config.sample."""
         return cls(
             num_steps=sample.num_steps,

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from ml_collections import ConfigDict
-
 from flow_grpo.base.errors import UserError
+from flow_grpo.settings.sections import Config
 
 MULTIPLE = 16  # pixels: a VAE's factor of 8, times the 2 x 2 latents of a token
 
@@ -34,6 +33,6 @@ class Size:
         return cls(height=int(sides[0]), width=int(sides[-1]))
 
 
-def training_size(config: ConfigDict) -> Size:
+def training_size(config: Config) -> Size:
     """Return the size of the images that a run samples, trains on and is evaluated on."""
     return Size(config.height, config.width)

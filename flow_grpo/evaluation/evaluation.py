@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
-from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo import rewards
@@ -27,6 +26,7 @@ from flow_grpo.evaluation import estimates, variety
 from flow_grpo.evaluation.estimates import Estimate
 from flow_grpo.scoring.pool import Pending, Pool
 from flow_grpo.scoring.scorers import join_scores
+from flow_grpo.settings.sections import Config
 
 NUM_SHOWN = 12  # images that trackers and samples.png show
 Item = TypeVar("Item")
@@ -41,7 +41,7 @@ class Sampler:
     velocity: Velocity  # the policy
     pool: Pool  # of the rewards
     bar: Callable  # (iterable, description) -> the same under a progress bar
-    config: ConfigDict  # of which height, width, vae_batch_size and eval are read
+    config: Config  # of which height, width, vae_batch_size and eval are read
 
 
 class Scores(NamedTuple):
@@ -199,6 +199,6 @@ def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]) -> tuple[
     return sampled, sampler.pool.submit(sampled.images, prompts, everything=True)
 
 
-def part_of(split: Split, config: ConfigDict) -> Split:
+def part_of(split: Split, config: Config) -> Split:
     """Return the eval.num_prompts of a split that are drawn."""
     return split._replace(prompts=spread(split.prompts, config.eval.num_prompts))

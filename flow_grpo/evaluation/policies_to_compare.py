@@ -1,30 +1,22 @@
 """Policies that are evaluated without training: a base model, a LoRA folder, a run's best or last weights."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from ml_collections import ConfigDict
 
 from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.settings import stored_config, table
+from flow_grpo.settings.sections import Config, Lora
 from flow_grpo.weights import finite, fsdp_utils, load_weights, lora_files, model_files, policies
-
-# Settings outside of sections that say how a run's policy is evaluated.
-OF_A_RUN = (
-    *("model", "model_class", "dataset", "reward_fn", "height", "width", "text_tokens"),
-    *("precision", "base_precision", "vae_precision", "vae_batch_size"),
-)
-
 
 # Settings that an evaluation reads; config.model is each policy's own.
 READ = (
-    *(key for key in OF_A_RUN if key != "model"),
+    *("model_class", "dataset", "reward_fn", "height", "width", "text_tokens"),
+    *("precision", "base_precision", "vae_precision", "vae_batch_size"),
     *(f"eval.{key}" for key in ("rewards", "num_prompts", "noises_per_prompt", "num_steps")),
     *("eval.guidance_scale", "eval.batch_size"),
     *(setting.key for setting in table.SETTINGS if setting.section == "reward"),
@@ -37,7 +29,7 @@ class Candidate:
 
     name: str  # as the user wrote it
     weights: str  # "base", "LoRA", "best, epoch 21" or "last"
-    config: ConfigDict  # config.model is its base
+    config: Config  # config.model is its base
     lora: Path | None  # its LoRA file, or a folder of one
     transformer: Path | None  # folder of its weights, trained in full
 
@@ -47,25 +39,28 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file()
 
 
-def run_config(folder: Path) -> ConfigDict:
+def run_config(folder: Path) -> Config:
     """Return the settings with which a run evaluated; those that are younger than the run have their defaults."""
-    config = table.default_config()
-    stored = stored_config.read(folder / "config.json")
-    keys_of = {"lora": ("rank", "alpha"), "eval": list(config.eval), "reward": list(config.reward)}
-    with config.unlocked():
-        _copy(stored, config, OF_A_RUN)
-        for section, keys in keys_of.items():
-            _copy(stored[section], config[section], keys)
-    return config
+    stored = table.of_stored(stored_config.read(folder / "config.json"))
+    return Config(
+        model=stored.model,
+        model_class=stored.model_class,
+        dataset=stored.dataset,
+        reward_fn=stored.reward_fn,
+        height=stored.height,
+        width=stored.width,
+        text_tokens=stored.text_tokens,
+        precision=stored.precision,
+        base_precision=stored.base_precision,
+        vae_precision=stored.vae_precision,
+        vae_batch_size=stored.vae_batch_size,
+        lora=Lora(rank=stored.lora.rank, alpha=stored.lora.alpha),
+        eval=stored.eval,
+        reward=stored.reward,
+    )
 
 
-def _copy(stored: dict[str, Any], config: ConfigDict, keys: Iterable[str]) -> None:
-    for key in keys:
-        value = stored[key]
-        config[key] = ConfigDict(value) if isinstance(value, dict) else value
-
-
-def find_candidate(name: str, config: ConfigDict, weights: str) -> Candidate:
+def find_candidate(name: str, config: Config, weights: str) -> Candidate:
     """Find out what a folder or hub id is: of a run its `weights`, "best" or "last"; of what is no run a model, or a
     LoRA of config.model. Raises UserError for what cannot be evaluated."""
     try:
@@ -74,7 +69,7 @@ def find_candidate(name: str, config: ConfigDict, weights: str) -> Candidate:
         raise UserError(f"{name!r} cannot be read: {error.strerror}") from error
 
 
-def _candidate(name: str, config: ConfigDict, weights: str) -> Candidate:
+def _candidate(name: str, config: Config, weights: str) -> Candidate:
     folder = Path(locations.resolve(name))
     if is_run(folder):
         return _candidate_of_run(name, folder, weights)
@@ -85,9 +80,7 @@ def _candidate(name: str, config: ConfigDict, weights: str) -> Candidate:
     if (folder / lora_files.FILE).is_file() or (lora_files.is_lora(folder) and not is_model):
         return Candidate(name, "LoRA", config, folder, None)
     if is_model or locations.is_hub_id(name):
-        config = config.copy_and_resolve_references()
-        config.model = name
-        return Candidate(name, "base", config, None, None)
+        return Candidate(name, "base", replace(config, model=name), None, None)
     what = "is none of these" if folder.exists() else "does not exist"
     kinds = "a run's folder, a LoRA (a file of safetensors, or a folder with one), or a diffusers model"
     raise UserError(f"{name!r} {what}: {kinds}{lora_files.hint(folder)}")
@@ -143,7 +136,7 @@ def load_candidate(candidate: Candidate, family: type[FlowModel], device: torch.
     init = None
     if candidate.lora is not None:
         adapter = lora_files.read_adapter(candidate.lora)
-        policies.attach(model.transformer, ConfigDict(dict(rank=adapter.rank, alpha=adapter.alpha)), adapter.layers)
+        policies.attach(model.transformer, Lora(rank=adapter.rank, alpha=adapter.alpha), adapter.layers)
         init = policies.stored_adapter(candidate.lora)
     load_weights.fill_model(config, model, weights=candidate.transformer, init=init)
     finite.check_tensors(dict(model.transformer.named_parameters()), f"the weights of {candidate.name}")

@@ -21,6 +21,7 @@ from flow_grpo.base.formatting import in_one_line
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.monitoring import progress, provenance, report, trackers
 from flow_grpo.monitoring.plots import Cell, Sheet, contact_sheet, evaluations, plot_reward, plot_samples, read_metrics
+from flow_grpo.settings.sections import Config
 
 
 @contextmanager
@@ -72,7 +73,7 @@ class Dashboard:
     """
 
     def __init__(
-        self, run_dir: Path | str, config, is_main: bool, synchronize: Callable[[], object] | None = None
+        self, run_dir: Path | str, config: Config, is_main: bool, synchronize: Callable[[], object] | None = None
     ) -> None:
         self.run_dir = Path(run_dir)
         self.config = config

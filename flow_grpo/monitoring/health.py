@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from flow_grpo.settings import table
+from flow_grpo.settings.sections import Config, Health
 
 # Figures that must be finite in any run.
 FINITE = (
@@ -66,7 +67,7 @@ class Verdict(NamedTuple):
     act: bool  # whether it is time for config.health.action
 
 
-def by_epoch(records: Sequence[dict], config) -> list[Epoch]:
+def by_epoch(records: Sequence[dict], config: Config) -> list[Epoch]:
     """Return the epochs of a metrics.jsonl. Records after the last line of kind "epoch" belong to none."""
     epochs = []
     for _, group in groupby(records, key=lambda record: record["epoch"]):
@@ -76,11 +77,11 @@ def by_epoch(records: Sequence[dict], config) -> list[Epoch]:
     return epochs
 
 
-def summarize(records: Sequence[dict], config) -> Epoch:
+def summarize(records: Sequence[dict], config: Config) -> Epoch:
     """Return one epoch from the records of its evaluation, its updates and its own line, which alone must be there."""
     epoch = next(record for record in records if record["kind"] == "epoch")
     evaluation = next((record for record in records if record["kind"] == "eval"), {})
-    chosen_by = f"eval/{config.eval.get('best_by', 'avg')}"
+    chosen_by = f"eval/{config.eval.best_by}"
     error = evaluation.get("eval/std_error", math.nan)
     grad_norms = []
     bad_figures = {}
@@ -102,17 +103,17 @@ def summarize(records: Sequence[dict], config) -> Epoch:
     )
 
 
-def teaches_nothing(epoch: Mapping[str, float], config) -> bool:
+def teaches_nothing(epoch: Mapping[str, float], config: Config) -> bool:
     """Return whether nothing that an epoch trains on tells images of a group apart.
 
     If diversity counts, too, equal rewards leave something to learn, and distillation learns from its teachers.
     """
-    if config.get("algorithm") == table.DISTILL:
+    if config.algorithm == table.DISTILL:
         return False
-    return epoch.get("reward/zero_std_share", 0.0) >= 1 and not config.train.get("diversity_weight", 0.0)
+    return epoch.get("reward/zero_std_share", 0.0) >= 1 and not config.train.diversity_weight
 
 
-def judge(epochs: Sequence[Epoch], limits) -> Verdict:
+def judge(epochs: Sequence[Epoch], limits: Health) -> Verdict:
     """Return the verdict on the last epoch, given those before it. `limits` is config.health; 0 = no limit."""
     # The action on the last epoch is decided here, so that whatever is noted of it does not count.
     epochs = [*epochs[:-1], epochs[-1]._replace(acted=False)]
@@ -123,10 +124,16 @@ def judge(epochs: Sequence[Epoch], limits) -> Verdict:
         if sign is None:
             continue
         figures[name] = sign.value
-        if is_beyond(sign.value, limits[name]):
-            alarms.append(Alarm(name, f"{sign.sentence} (limit {limits[name]:g}, config.health.{name})"))
+        limit = limit_of(limits, name)
+        if is_beyond(sign.value, limit):
+            alarms.append(Alarm(name, f"{sign.sentence} (limit {limit:g}, config.health.{name})"))
     is_paused = any(epoch.acted for epoch in epochs[:-1][-PAUSE + 1 :])
     return Verdict(figures, alarms, act=bool(alarms) and not is_paused)
+
+
+def limit_of(limits: Health, name: str) -> float:
+    """Return the limit of a sign of SIGNS in config.health; 0, which is none, for any other figure."""
+    return getattr(limits, name) if name in SIGNS else 0.0
 
 
 def is_beyond(value: float, limit: float) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 import jinja2
 from huggingface_hub import ModelCardData
 from markupsafe import Markup
-from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.base import locations
@@ -19,6 +18,7 @@ from flow_grpo.checkpoints import best
 from flow_grpo.monitoring import provenance, run_history
 from flow_grpo.settings import table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
+from flow_grpo.settings.sections import Config
 
 PICTURES = ("samples.png", "reward.png")
 # Characters that Markdown would read as more than letters: the end of a link's text only if its address follows, an
@@ -96,7 +96,7 @@ def code_span(value: object) -> Markup:
     return Markup(f"`{text}`")
 
 
-def algorithm(config: ConfigDict) -> str:
+def algorithm(config: Config) -> str:
     """Return the loss and its paper. A loss of a fork is called by its name, or by what its functions say."""
     if config.method:
         return config.method

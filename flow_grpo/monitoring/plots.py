@@ -17,7 +17,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
-from ml_collections import ConfigDict
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from flow_grpo.base import folders, pictures
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.pixels import to_pictures
+from flow_grpo.settings.sections import Config
 
 STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
 # A name from outside is no TeX.
@@ -194,7 +194,7 @@ def _drawn(value: float) -> float:
     return value if abs(value) <= LARGEST else math.nan
 
 
-def plot_reward(records: Sequence[dict], config: ConfigDict, file: Path) -> bool:
+def plot_reward(records: Sequence[dict], config: Config, file: Path) -> bool:
     """Draw a PNG, SVG or PDF with a panel per reward over epochs; False, and no file, if there is no reward yet."""
     names = _reward_names(records, config)
     if not names:
@@ -219,7 +219,7 @@ def plot_reward(records: Sequence[dict], config: ConfigDict, file: Path) -> bool
     return True
 
 
-def _reward_names(records: Sequence[dict], config: ConfigDict) -> list[str]:
+def _reward_names(records: Sequence[dict], config: Config) -> list[str]:
     """Return the names of the logged rewards, without spreads and without a weighted sum of one reward."""
     names = set()
     for key in set().union(*records):

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.command_line import overrides
+from flow_grpo.settings.sections import Config
 
 FILE = "run.json"
 SOURCE = "source"
@@ -69,7 +69,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def note_start(run_folder: Path, config: ConfigDict, world_size: int, epoch: int) -> None:
+def note_start(run_folder: Path, config: Config, world_size: int, epoch: int) -> None:
     """Note a start after `epoch` epochs, and copy the user's own code to a folder of this epoch.
 
     Each start has copies of its own, since files may be edited before a run goes on.
@@ -161,7 +161,7 @@ def _installed_folders() -> tuple[str, ...]:
     return tuple(f"{folder}{os.sep}" for folder in (*folders_of_python, locations.PACKAGE))
 
 
-def _own_files(config: ConfigDict) -> dict[str, Path]:
+def _own_files(config: Config) -> dict[str, Path]:
     """Return the code of a run outside of the package by its names in source/: the script, the config file, the model's
     class, the files of rewards, and what was imported from the folders of all these."""
     candidates = [rewards.reward_file(name) for name in {*config.reward_fn, *config.eval.rewards}]

@@ -115,7 +115,7 @@ def panel(runs: Sequence[RunHistory], name: str, metric: Metric) -> Panel:
     lines = [plots.curve(run.records, name, run.label, run.config.eval.best_by) for run in runs]
     limit = None
     if name.startswith("health/"):
-        limit = runs[0].config.health.get(name.removeprefix("health/"))
+        limit = health.limit_of(runs[0].config.health, name.removeprefix("health/"))
     if limit:
         metric = metric._replace(expect=f"{metric.expect}, which is {limit:g} (- - -)")
     return Panel(name, metric, plots.svg_panel(lines, limit))
@@ -144,7 +144,7 @@ def _alarms_of(line: dict, run: RunHistory) -> list[str]:
     sentences = []
     for name in health.SIGNS:
         value = line.get(f"health/{name}", 0.0)
-        limit = run.config.health[name]
+        limit = health.limit_of(run.config.health, name)
         if health.is_beyond(value, limit):
             sentences.append(f"{name} is {value:.3g} (limit {limit:g}, config.health.{name})")
     return sentences or ["a limit of config.health was exceeded, or a figure was no finite number"]

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from flow_grpo import rewards
@@ -19,6 +18,7 @@ from flow_grpo.base.formatting import with_error
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.monitoring import plots
 from flow_grpo.settings import stored_config, table
+from flow_grpo.settings.sections import Config
 
 # Settings that tables leave out: they say nothing, or too much.
 NOT_SHOWN = ("name", "run_name", "output_dir", "resume_from", "algorithm", "alert")
@@ -30,7 +30,8 @@ class RunHistory:
 
     label: str
     folder: Path
-    config: ConfigDict  # settings that are younger than the run have their defaults
+    config: Config  # settings that are younger than the run have their defaults
+    settings: dict[str, Any]  # of config.json by dotted key, with those that are none any more
     records: list[dict[str, float]]
     evaluations_since: int = 0  # epochs completed; earlier evaluations were made in another way
 
@@ -71,8 +72,15 @@ class Table(NamedTuple):
 
 def read_run(folder: Path, label: str) -> RunHistory:
     """Read the history of a run. Raises UserError for what is no run's folder."""
-    config = ConfigDict(stored_config.read(folder / "config.json"))
-    return RunHistory(label, folder, config, plots.read_metrics(folder), _evaluations_since(folder))
+    stored = stored_config.read(folder / "config.json")
+    return RunHistory(
+        label=label,
+        folder=folder,
+        config=table.of_stored(stored),
+        settings=table.flat(stored),
+        records=plots.read_metrics(folder),
+        evaluations_since=_evaluations_since(folder),
+    )
 
 
 def _evaluations_since(folder: Path) -> int:
@@ -103,7 +111,7 @@ def differing_in_seed(runs: Sequence[RunHistory]) -> list[list[RunHistory]]:
     groups = defaultdict(list)
     for run in runs:
         settings = []
-        for key, value in sorted(table.flat(run.config).items()):
+        for key, value in sorted(run.settings.items()):
             if key not in (*NOT_SHOWN, "seed"):
                 settings.append((key, str(value)))
         groups[tuple(settings)].append(run)
@@ -177,8 +185,8 @@ def _scores_of(run: RunHistory, kind: str) -> list[Score]:
 def changed_settings(runs: Sequence[RunHistory]) -> Table:
     """Return the settings in which a run differs from the defaults, but no secret."""
     # Defaults as config.json stores them, where a tuple is a list.
-    defaults = table.flat(ConfigDict(json.loads(json.dumps(table.default_config().to_dict()))))
-    columns = [defaults, *(table.flat(run.config) for run in runs)]
+    defaults = table.flat(json.loads(json.dumps(Config().to_dict())))
+    columns = [defaults, *(run.settings for run in runs)]
     rows = []
     for key in sorted(set().union(*columns)):
         cells = ["" if column.get(key) is None else str(column[key]) for column in columns]

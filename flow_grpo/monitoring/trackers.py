@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 from PIL import Image
 
 from flow_grpo.base import alerts, folders
@@ -20,6 +19,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.monitoring import provenance
 from flow_grpo.monitoring.plots import Sheet
+from flow_grpo.settings.sections import Config
 
 # Axes of curves, which have no group.
 AXES = ("epoch", "step")
@@ -37,7 +37,7 @@ def grouped(record: dict[str, float]) -> dict[str, float]:
     return figures
 
 
-def public(config: ConfigDict) -> dict[str, Any]:
+def public(config: Config) -> dict[str, Any]:
     """Return the config as trackers get it, without config.alert, which may hold a token."""
     settings = config.to_dict()
     settings.pop("alert", None)
@@ -47,7 +47,7 @@ def public(config: ConfigDict) -> dict[str, Any]:
 class Wandb:
     """Run in wandb, offline unless WANDB_MODE says otherwise."""
 
-    def __init__(self, run_dir: Path, config: ConfigDict):
+    def __init__(self, run_dir: Path, config: Config):
         import wandb
 
         id_file = run_dir / "wandb_id"
@@ -107,7 +107,7 @@ class Wandb:
 class TensorBoard:
     """Event files in the run's folder tensorboard/. The horizontal axis is the number of updates."""
 
-    def __init__(self, run_dir: Path, config: ConfigDict):
+    def __init__(self, run_dir: Path, config: Config):
         self.folder = run_dir / "tensorboard"
         self.config = json.dumps(public(config), indent=4, default=str)
         self.writer: Any = None
@@ -213,7 +213,7 @@ def notice(logger: str, run_dir: Path) -> str:
     )
 
 
-def open_all(run_dir: Path, config: ConfigDict) -> list[Wandb | TensorBoard]:
+def open_all(run_dir: Path, config: Config) -> list[Wandb | TensorBoard]:
     """Open the tracker of config.logger, if it names one."""
     if config.logger not in KINDS:
         return []

@@ -2,8 +2,6 @@
 
 import math
 
-from ml_collections import ConfigDict
-
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.base.formatting import gpus, quoted
 from flow_grpo.base.prompt import Prompt
@@ -14,6 +12,7 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import part_of
 from flow_grpo.run import measured
+from flow_grpo.settings.sections import Config
 from flow_grpo.weights import policies
 
 PAGE = "docs/reference/will_it_fit.md"
@@ -27,7 +26,7 @@ GB = 1e9
 
 
 def describe(
-    config: ConfigDict,
+    config: Config,
     plan: BatchPlan,
     family: type[FlowModel],
     train: list[Prompt],
@@ -56,7 +55,7 @@ def describe(
     return "\n".join(line for line in lines if line)
 
 
-def _epochs(config: ConfigDict, plan: BatchPlan) -> list[str]:
+def _epochs(config: Config, plan: BatchPlan) -> list[str]:
     """Lines about images and updates, of an epoch and of the run."""
     branches = ""
     if plan.num_branches > 1:
@@ -72,7 +71,7 @@ def _epochs(config: ConfigDict, plan: BatchPlan) -> list[str]:
     ]
 
 
-def evaluations(config: ConfigDict, evaluated: list[Split]) -> list[str]:
+def evaluations(config: Config, evaluated: list[Split]) -> list[str]:
     """Lines about the prompts that choose the best policy, and about the test prompts if these are others."""
     if not checks.evaluates(config):
         return ["no evaluation: eval_freq or eval.num_prompts is 0"]
@@ -89,7 +88,7 @@ def evaluations(config: ConfigDict, evaluated: list[Split]) -> list[str]:
     return lines
 
 
-def gpu(config: ConfigDict, plan: BatchPlan) -> str:
+def gpu(config: Config, plan: BatchPlan) -> str:
     """Return measured memory and speed, if they hold for every setting; else that there are none, and why."""
     closest = measured.closest(config)
     if closest is None:
@@ -111,7 +110,7 @@ def gpu(config: ConfigDict, plan: BatchPlan) -> str:
     )
 
 
-def _memory(config: ConfigDict, family: type[FlowModel], num_extra: int) -> list[str]:
+def _memory(config: Config, family: type[FlowModel], num_extra: int) -> list[str]:
     """Lines about the number of weights, and about the space that checkpoints take."""
     transformer = family.empty_transformer(config.model)
     num_weights = sum(weight.numel() for weight in transformer.parameters())
@@ -129,7 +128,7 @@ def _memory(config: ConfigDict, family: type[FlowModel], num_extra: int) -> list
     ]
 
 
-def _state_bytes(config: ConfigDict, policy_bytes: int, num_extra: int) -> int:
+def _state_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
     """Bytes of a training state: weights, their two moments and their average, the policies that the script keeps, and
     the reference if it moves."""
     copies = 4 + num_extra
@@ -138,7 +137,7 @@ def _state_bytes(config: ConfigDict, policy_bytes: int, num_extra: int) -> int:
     return copies * policy_bytes
 
 
-def checkpoint_bytes(config: ConfigDict, policy_bytes: int, num_extra: int) -> int:
+def checkpoint_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
     """Return the bytes of a checkpoint: a training state, and with an adapter its LoRA file.
 
     Args:
@@ -149,7 +148,7 @@ def checkpoint_bytes(config: ConfigDict, policy_bytes: int, num_extra: int) -> i
     return state + policy_bytes if config.lora.rank else state
 
 
-def disk_bytes(config: ConfigDict, policy_bytes: int, num_extra: int) -> int:
+def disk_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
     """Return the bytes of all that is on the disk while a checkpoint is written: those kept and the new one, the best
     policy, with its training state if health.action may go back to it, and the last policy. Arguments as in
     `checkpoint_bytes`."""
@@ -160,9 +159,7 @@ def disk_bytes(config: ConfigDict, policy_bytes: int, num_extra: int) -> int:
     return checkpoints + best + policy_bytes
 
 
-def _cache(
-    config: ConfigDict, family: type[FlowModel], train: list[Prompt], evaluated: list[Split], guided: bool
-) -> str:
+def _cache(config: Config, family: type[FlowModel], train: list[Prompt], evaluated: list[Split], guided: bool) -> str:
     """Line about the size that the cache of encoded prompts has at most; "" without one."""
     prompts = {prompt.digest: prompt for prompt in train}
     for split in evaluated:
@@ -176,7 +173,7 @@ def _cache(
     )
 
 
-def cached_bytes(config: ConfigDict, family: type[FlowModel], prompts: list[Prompt], guided: bool) -> int:
+def cached_bytes(config: Config, family: type[FlowModel], prompts: list[Prompt], guided: bool) -> int:
     """Return the bytes of encoded prompts at most: in float32, with the latents of sources and with negatives."""
     # All sources have one shape.
     model = family.without_weights(config.model)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 
 import torch
-from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.base.formatting import with_error
@@ -15,6 +14,7 @@ from flow_grpo.command_line.checks import evaluates
 from flow_grpo.evaluation import evaluation
 from flow_grpo.run import save
 from flow_grpo.run.run import Run
+from flow_grpo.settings.sections import Config
 
 
 def evaluate(run: Run, epoch: int, last: bool = False) -> None:
@@ -31,7 +31,7 @@ def evaluate(run: Run, epoch: int, last: bool = False) -> None:
         _evaluate_test(run, epoch, means)
 
 
-def due_kinds(config: ConfigDict, epoch: int, last: bool = False) -> set[str]:
+def due_kinds(config: Config, epoch: int, last: bool = False) -> set[str]:
     """Return which kinds of lines of metrics.jsonl are due before an epoch, or after the last one: "eval", "test"."""
     kinds = set()
     if not evaluates(config):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub import try_to_load_from_cache
-from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.base import checksums, folders, locations
@@ -19,6 +18,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.data import preferences
 from flow_grpo.data.prompts import PromptFile
 from flow_grpo.monitoring import provenance
+from flow_grpo.settings.sections import Config
 from flow_grpo.weights import lora_files
 
 # Files of a pipeline's folder.
@@ -57,7 +57,7 @@ class Inputs(NamedTuple):
         return digests | self.rewards
 
 
-def current_inputs(config: ConfigDict, run_folder: Path, prompt_files: Sequence[PromptFile] = ()) -> Inputs:
+def current_inputs(config: Config, run_folder: Path, prompt_files: Sequence[PromptFile] = ()) -> Inputs:
     """Return digests of the files that a run of this config reads now.
 
     Args:
@@ -81,7 +81,7 @@ def current_inputs(config: ConfigDict, run_folder: Path, prompt_files: Sequence[
     )
 
 
-def _reward_files(config: ConfigDict) -> dict[str, Path]:
+def _reward_files(config: Config) -> dict[str, Path]:
     """Files of the rewards that are no servers, by the rewards' names, then those beside them that they may import."""
     files = {}
     for name in sorted({*config.reward_fn, *config.eval.rewards}):

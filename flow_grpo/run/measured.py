@@ -3,10 +3,9 @@
 import json
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
 from flow_grpo.base import locations
 from flow_grpo.settings import config_files, table
+from flow_grpo.settings.sections import Config
 
 # Measured with random weights; see docs/reference/will_it_fit.md.
 FILE = locations.PACKAGE / "assets" / "measured.json"
@@ -43,11 +42,11 @@ class Row(NamedTuple):
         name = self.run.partition(",")[0]
         return "config/nft.py" if name.endswith("_nft") else "config/grpo.py"
 
-    def config(self) -> ConfigDict:
+    def config(self) -> Config:
         """Return the config that was measured."""
         config = config_files.load(f"{self.file}:{self.run}")
         config.update_from_flattened_dict(self.settings)
-        return config
+        return table.typed(config)
 
 
 def rows() -> list[Row]:
@@ -55,7 +54,7 @@ def rows() -> list[Row]:
     return [Row(**row) for row in json.loads(FILE.read_text())]
 
 
-def closest(config: ConfigDict) -> tuple[Row, list[str]] | None:
+def closest(config: Config) -> tuple[Row, list[str]] | None:
     """Find the measured run from which a config differs least, among those of its name or of its model and algorithm.
 
     Returns it with the settings that differ, in words; None if there is no such run, or no config/ as in a checkout.
@@ -73,7 +72,7 @@ def closest(config: ConfigDict) -> tuple[Row, list[str]] | None:
     return closest_row
 
 
-def _differences(config: ConfigDict, known: ConfigDict, gpus: int) -> list[str]:
+def _differences(config: Config, known: Config, gpus: int) -> list[str]:
     """Settings that cost memory or time and are not those of a measured config, with both values."""
     values = table.flat(config)
     known_values = table.flat(known)

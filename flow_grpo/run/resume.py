@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
 from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints
@@ -21,6 +19,7 @@ from flow_grpo.run.input_files import Inputs
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import best_candidate, load_state, save
 from flow_grpo.settings import stored_config, table
+from flow_grpo.settings.sections import Config
 
 
 class Place(NamedTuple):
@@ -54,7 +53,7 @@ class Source(NamedTuple):
 INHERITED = "model", "model_class", "lora.rank", "lora.alpha", "lora.path", "lora.targets"
 
 
-def take_folder(config: ConfigDict, prompt_files: Sequence[PromptFile] = ()) -> Place:
+def take_folder(config: Config, prompt_files: Sequence[PromptFile] = ()) -> Place:
     """Choose the folder that this run writes into, lock it, and choose the checkpoint that it goes on from.
 
     A run never writes into the folder of another one: a run that goes on from another run's checkpoint is a branch, in
@@ -78,7 +77,7 @@ def take_folder(config: ConfigDict, prompt_files: Sequence[PromptFile] = ()) -> 
         return _take_source(config, source, prompt_files)
 
 
-def _take_source(config: ConfigDict, source: Source, prompt_files: Sequence[PromptFile]) -> Place:
+def _take_source(config: Config, source: Source, prompt_files: Sequence[PromptFile]) -> Place:
     """Raise UserError unless the run can go on from its source; note in its folder what it reads."""
     folder, path, parent = source
     if parent:
@@ -114,7 +113,7 @@ def _take_source(config: ConfigDict, source: Source, prompt_files: Sequence[Prom
     return Place(folder, checkpoint, parent, inputs, changed, kept)
 
 
-def _kept_settings(config: ConfigDict, source: Source, changed: dict[str, tuple]) -> dict[str, Any]:
+def _kept_settings(config: Config, source: Source, changed: dict[str, tuple]) -> dict[str, Any]:
     """Settings that a resumed run keeps as its checkpoint has them. Raises UserError if the weight of branching steps
     is chosen neither by the config nor by a checkpoint of this run."""
     kept = {} if source.parent else stored_config.kept(changed)
@@ -128,7 +127,7 @@ def _kept_sentence(key: str, before: Any, now: Any) -> str:
     return f"goes on with config.{key} {before!r}, with which the run began; a new run of this config has {now!r}"
 
 
-def _changed_settings(checkpoint: Path | None, config: ConfigDict) -> dict[str, tuple]:
+def _changed_settings(checkpoint: Path | None, config: Config) -> dict[str, tuple]:
     """Settings that may not change and are not those of a checkpoint, see `stored_config.changes`."""
     if checkpoint is None:
         return {}
@@ -136,7 +135,7 @@ def _changed_settings(checkpoint: Path | None, config: ConfigDict) -> dict[str, 
     return stored_config.changes(folders.read_json(file), config.to_dict(), file)
 
 
-def _rescheduled(checkpoint: Path | None, config: ConfigDict) -> dict[str, tuple]:
+def _rescheduled(checkpoint: Path | None, config: Config) -> dict[str, tuple]:
     """Return num_epochs before and now, by its key, if another number changes the learning rate of each epoch."""
     if checkpoint is None or config.train.learning_rate_schedule == "constant":
         return {}
@@ -147,7 +146,7 @@ def _rescheduled(checkpoint: Path | None, config: ConfigDict) -> dict[str, tuple
 
 
 def _compared_inputs(
-    config: ConfigDict, source: Source, prompt_files: Sequence[PromptFile], epoch: int
+    config: Config, source: Source, prompt_files: Sequence[PromptFile], epoch: int
 ) -> tuple[Inputs, list[str]]:
     """Return what the run reads, compared with what its source has read, and notices for the user."""
     current = input_files.current_inputs(config, source.folder, prompt_files)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
-from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms.advantages import (
@@ -25,6 +24,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pending
 from flow_grpo.scoring.scorers import join_scores
 from flow_grpo.settings import declared
+from flow_grpo.settings.sections import Config
 
 LATENT_SIGNS = ("latent_rms", "diversity")
 
@@ -217,13 +217,13 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
         run.board.say(f"epoch {epoch + 1}: in every group {alike}, so rewards teach nothing")
 
 
-def spread_figures(rewards: Rewards, rows: Tensor, config: ConfigDict, prefix: str = "") -> dict[str, float]:
+def spread_figures(rewards: Rewards, rows: Tensor, config: Config, prefix: str = "") -> dict[str, float]:
     """Spread within groups of the weighted sum of rewards, and the share of groups that teach nothing.
 
     Args:
         rows: [all] bool, the images that are looked at; those that lack a reward are left out.
     """
-    weights = config.reward_fn.to_dict()
+    weights = dict(config.reward_fn)
     rows = rows & rewards.scores["avg"].isfinite()
     groups = rewards.groups[rows]
     scores = {name: rewards.scores[name][rows] for name in weights}
@@ -234,7 +234,7 @@ def spread_figures(rewards: Rewards, rows: Tensor, config: ConfigDict, prefix: s
     }
 
 
-def step_figures(rewards: Rewards, config: ConfigDict) -> dict[str, float]:
+def step_figures(rewards: Rewards, config: Config) -> dict[str, float]:
     """Spread of branches within their groups at the first and at the last trained step: late branches, which share most
     of their denoising, score alike first. Empty where an image has one outcome."""
     if len(rewards.shape) == 1:
@@ -255,7 +255,7 @@ def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:
     """Advantages of this rank's images [B] or outcomes [B, K, J], standardised over all ranks, and their weights in the
     mean that is the loss: 0 for what is masked or filtered."""
     config = run.config
-    weights = config.reward_fn.to_dict()
+    weights = dict(config.reward_fn)
     scored = torch.stack([rewards.scores[name].isfinite() for name in weights]).all(0)
     scores = {name: rewards.scores[name][scored] for name in weights}
     groups = rewards.groups[scored]

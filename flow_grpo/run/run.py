@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms import batch_plan
@@ -30,6 +29,7 @@ from flow_grpo.monitoring.dashboard import Dashboard
 from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.run.input_files import Inputs
 from flow_grpo.scoring.pool import Pool
+from flow_grpo.settings.sections import Config
 from flow_grpo.weights import fsdp_utils, policies
 from flow_grpo.weights.ema import Ema
 
@@ -38,7 +38,7 @@ from flow_grpo.weights.ema import Ema
 class Run:
     """State that every algorithm needs. `velocity` is the policy. `<- NAMES`: the functions that may write a field."""
 
-    config: ConfigDict
+    config: Config
     plan: batch_plan.BatchPlan
     rank: int
     world_size: int

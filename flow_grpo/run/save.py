@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.base import distributed
@@ -15,6 +14,7 @@ from flow_grpo.command_line.checks import evaluates
 from flow_grpo.monitoring.dashboard import explained
 from flow_grpo.run.run import Run
 from flow_grpo.settings import table
+from flow_grpo.settings.sections import Config
 from flow_grpo.weights import finite, fsdp_utils, offload, policies
 
 
@@ -134,7 +134,7 @@ def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Eval
     )
 
 
-def settings_of_figures(config: ConfigDict) -> dict[str, str]:
+def settings_of_figures(config: Config) -> dict[str, str]:
     """Return the settings that an evaluation's figures depend on and that only a branch may change, as JSON by key."""
     # The address of a reward's server may change.
     reward_args = {}
@@ -142,7 +142,7 @@ def settings_of_figures(config: ConfigDict) -> dict[str, str]:
         if table.is_fixed(key):
             reward_args[key] = value
     values = {
-        "reward_fn": config.reward_fn.to_dict(),
+        "reward_fn": dict(config.reward_fn),
         "reward.args": reward_args,
         "text_tokens": config.text_tokens,
         "precision": config.precision,

@@ -30,6 +30,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import table
+from flow_grpo.settings.sections import Config
 from flow_grpo.weights import fsdp_utils, load_weights, model_files, policies, quantisation
 from flow_grpo.weights.ema import Ema
 
@@ -66,32 +67,33 @@ def start(
     user can get wrong.
 
     Args:
+        config: as files and flags made it. It stays as it is: from here on `run.config` has the settings.
         extra_policies: names for policies that the script keeps beside the trained one, see Run.extra_policies.
         reference: whether to keep the first policy even where train.beta is 0.
         stored_prompts: prompts of stored images, to train on in place of the data set's.
     """
-    checks.check(config, script)
-    trackers.check_logger(config.logger)
-    family = model_classes.resolve(config)
-    texts = _check_files(config, family, stored_prompts)
-    if config.dry_run:
-        _end_dry_run(config, script, family, texts, extra_policies)
+    settings = checks.check(config, script)
+    trackers.check_logger(settings.logger)
+    family = model_classes.resolve(settings)
+    settings = model_classes.with_digest(settings, family)
+    texts = _check_files(settings, family, stored_prompts)
+    if settings.dry_run:
+        _end_dry_run(settings, script, family, texts, extra_policies)
     ranks = distributed.init_distributed()
-    _check_device(config, ranks.device)
-    plan = script.plan(config, ranks.world_size)
-
+    _check_device(settings, ranks.device)
+    plan = script.plan(settings, ranks.world_size)
     # Text encoders and VAE are loaded only if images are made.
-    model_files.check_weights(config.model, family, frozen_parts=texts.any is not None)
-    place = distributed.on_main(resume.take_folder, config, texts.files).absolute()
-    config.update_from_flattened_dict(place.kept)
+    model_files.check_weights(settings.model, family, frozen_parts=texts.any is not None)
+    place = distributed.on_main(resume.take_folder, settings, texts.files).absolute()
+    settings = table.with_values(settings, place.kept)
     with folders.released_on_error(place.folder):
-        run = _load(config, family, ranks, place, plan, texts, extra_policies, reference)
+        run = _load(settings, family, ranks, place, plan, texts, extra_policies, reference)
     if place.checkpoint:
         resume.resume(run, place)
     run.board.truncate(run.epoch, evaluate.remaining_kinds(run))
     _say_cautions(run, texts)
     with explained(run.folder):
-        distributed.on_main(provenance.note_start, run.folder, config, run.world_size, run.epoch)
+        distributed.on_main(provenance.note_start, run.folder, settings, run.world_size, run.epoch)
     return run
 
 
@@ -105,14 +107,14 @@ def _say_cautions(run: Run, texts: Prompts) -> None:
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
 
 
-def _check_device(config: ConfigDict, device: torch.device) -> None:
+def _check_device(config: Config, device: torch.device) -> None:
     """Raise UserError where a device lacks what the config's precision or attention asks for."""
     quantisation.check_device(config, device)
     flash_attention.check_device(config.attention, device)
 
 
 def _end_dry_run(
-    config: ConfigDict,
+    config: Config,
     script: checks.Script,
     family: type[FlowModel],
     texts: Prompts,
@@ -132,7 +134,7 @@ def _end_dry_run(
 
 
 def _load(
-    config: ConfigDict,
+    config: Config,
     family: type[FlowModel],
     ranks: distributed.Ranks,
     place: resume.Place,
@@ -171,7 +173,7 @@ def _load(
     )
 
 
-def _load_rewards(config: ConfigDict, device: torch.device, texts: Prompts) -> Pool | None:
+def _load_rewards(config: Config, device: torch.device, texts: Prompts) -> Pool | None:
     """Load and try the rewards; None if no image is ever made."""
     if texts.any is None:
         return None
@@ -191,7 +193,7 @@ def _synchronizer(device: torch.device) -> Callable[[], None] | None:
 
 
 def _load_frozen(
-    config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
+    config: Config, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
 ) -> tuple[FlowModel, Callable[[Prompt], Condition]]:
     """Load the model, its transformer still empty, and make the function from a prompt to its condition.
 
@@ -224,7 +226,7 @@ def _load_frozen(
     return model, embedding_cache.remembered(cache.read)
 
 
-def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
+def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
     """Raise UserError unless everything that the config names is there and fits. Returns the prompts."""
     load_weights.check_model(config, family)
     if config.sample.text_multiple and not family.CUTS_PADDING:
@@ -253,7 +255,7 @@ def _check_files(config: ConfigDict, family: type[FlowModel], stored_prompts: li
     return texts
 
 
-def _load_prompts(config: ConfigDict, stored_prompts: list[Prompt] | None) -> Prompts:
+def _load_prompts(config: Config, stored_prompts: list[Prompt] | None) -> Prompts:
     """Open the files of prompts that the run needs, and no others."""
     drawn = stored_prompts is None
     files = {}
@@ -276,13 +278,13 @@ def _load_prompts(config: ConfigDict, stored_prompts: list[Prompt] | None) -> Pr
     return Prompts(train, choosing, test, evaluated, drawn, list(files.values()))
 
 
-def _open_split(config: ConfigDict, split: str) -> prompts.PromptFile:
+def _open_split(config: Config, split: str) -> prompts.PromptFile:
     """Open a file of the data set; the paths of its sources do not depend on the working directory."""
     file = prompts.open_split(config.dataset, split)
     return file._replace(prompts=prompts.with_absolute_sources(file.prompts))
 
 
-def lay_out(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None) -> None:
+def lay_out(config: Config, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None) -> None:
     """Attach adapters to a model's transformer, fill and compile it."""
     torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
     policies.attach(model.transformer, config.lora, policies.targets(config.lora, type(model)))
@@ -298,7 +300,7 @@ def lay_out(config: ConfigDict, model: FlowModel, mesh: fsdp_utils.DeviceMesh | 
         loading.compile_decoder(model.pipeline)
 
 
-def _optimizer(config: ConfigDict, trained: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:
+def _optimizer(config: Config, trained: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:
     """AdamW of the trained parameters; the fused one saves a copy of them."""
     return torch.optim.AdamW(
         trained.values(),
@@ -309,7 +311,7 @@ def _optimizer(config: ConfigDict, trained: dict[str, torch.nn.Parameter]) -> to
     )
 
 
-def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Reference:
+def _reference(config: Config, transformer: torch.nn.Module) -> policies.Reference:
     """Reference policy: the transformer's present weights. A guidance scale of 0 means that of the policy."""
     return policies.Reference(
         transformer,
@@ -320,7 +322,7 @@ def _reference(config: ConfigDict, transformer: torch.nn.Module) -> policies.Ref
 
 
 def _open_cache(
-    config: ConfigDict, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
+    config: Config, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
 ) -> tuple[embedding_cache.Cache, list[Prompt]]:
     """Open the cache of config.cache_dir. Returns it, and the prompts of this run that it lacks. Raises UserError if it
     cannot take them."""
@@ -339,7 +341,7 @@ def _open_cache(
     return cache, missing
 
 
-def _encoded_prompts(config: ConfigDict, plan: batch_plan.BatchPlan, texts: Prompts) -> list[Prompt]:
+def _encoded_prompts(config: Config, plan: batch_plan.BatchPlan, texts: Prompts) -> list[Prompt]:
     """Prompts that the run encodes: those that its epochs draw, and those that are evaluated."""
     encoded = []
     if texts.drawn:
@@ -351,7 +353,7 @@ def _encoded_prompts(config: ConfigDict, plan: batch_plan.BatchPlan, texts: Prom
     return encoded
 
 
-def _is_guided(config: ConfigDict, family: type[FlowModel]) -> bool:
+def _is_guided(config: Config, family: type[FlowModel]) -> bool:
     """Return whether any forward of the run needs the negative prompt."""
     # Every setting of a guidance scale has a name that ends so.
     scale_keys = [key for key in table.BY_KEY if key.endswith("guidance_scale")]

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
-from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms import ratio_statistics, schedules
@@ -16,6 +15,7 @@ from flow_grpo.data.preferences import Pairs
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
 from flow_grpo.run import save
 from flow_grpo.run.run import Run
+from flow_grpo.settings.sections import Config
 from flow_grpo.weights import fsdp_utils, offload
 
 
@@ -49,7 +49,7 @@ def updates(run: Run, rollout: Rollout) -> Iterator[list[Minibatch]]:
         yield from run.board.bar(shuffled, f"epoch {run.epoch + 1}, update", train.updates_per_epoch)
 
 
-def update_guidance(config: ConfigDict) -> float:
+def update_guidance(config: Config) -> float:
     """Return the guidance scale of the policy's forwards in the update."""
     return config.train.guidance_scale or config.sample.guidance_scale
 

@@ -21,6 +21,7 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.rewards.clients.client import SIGN_OF_LIFE_S, print_notice
 from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, join_scores, make_scorer
+from flow_grpo.settings.sections import Reward
 
 MAX_PENDING = 1024  # images of a rank that wait for a score; the rollout waits for room
 LOOK_S = 0.2  # between two looks at rewards that are waited for
@@ -48,7 +49,7 @@ class Pool:
         settings: config.reward.
     """
 
-    def __init__(self, device: torch.device, weights: Mapping[str, float], watched: Iterable[str], settings):
+    def __init__(self, device: torch.device, weights: Mapping[str, float], watched: Iterable[str], settings: Reward):
         self.device = device
         self.weights = dict(weights)
         self.scorers: dict[str, LocalScorer | RemoteScorer] = {}

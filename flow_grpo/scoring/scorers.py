@@ -23,6 +23,7 @@ from flow_grpo.rewards.clients.client import Server, ServerError, urls_of
 from flow_grpo.rewards.clients.threads import Threads
 from flow_grpo.rewards.scores import CLIPPED, SomeFailed, checked_scores, clip_to_range, scores_of, takes_sources
 from flow_grpo.scoring.settings import RewardSettings, split_settings
+from flow_grpo.settings.sections import Reward
 
 MOST_SCORES = 32  # of one reward; each is a metric, a line of a plot and a panel of the report
 
@@ -156,7 +157,7 @@ def sources_of(prompts: list[Prompt]) -> list[list[Tensor]]:
     return [loaded[prompt.digest] for prompt in prompts]
 
 
-def make_scorer(name: str, device: torch.device, settings) -> "LocalScorer | RemoteScorer":
+def make_scorer(name: str, device: torch.device, settings: Reward) -> "LocalScorer | RemoteScorer":
     """Make the scorer of a reward, by config.reward; a local one is loaded."""
     reward, options = split_settings(name, settings)
     if reward.url:

@@ -1,7 +1,8 @@
 """The settings of each reward in config.reward, checked before any model is loaded."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import httpx
 
@@ -11,29 +12,25 @@ from flow_grpo.base.formatting import quoted
 from flow_grpo.rewards.clients.client import Server, ServerError, read_token, urls_of
 from flow_grpo.rewards.scores import check_device
 from flow_grpo.settings import stored_config
+from flow_grpo.settings.sections import Reward
+from flow_grpo.settings.setting import plain
 from flow_grpo.settings.table import BY_KEY, TOKEN_WAYS
 
+KEYS = [field.name for field in fields(Reward) if field.name != "args"]
 HEALTH_S = 10.0  # for which a server's answer to GET /health is waited for
 
 
-class RewardSettings(NamedTuple):
-    """Settings of one reward: its server, and those of config.reward that reward.args may override."""
+@dataclass(frozen=True)
+class RewardSettings(Reward):
+    """Settings of one reward: those of config.reward, or what `args` say of it in their place."""
 
-    url: str | list[str]  # "" = it is scored in this process
-    device: str
-    batch_size: int
-    max_masked_share: float
-    token_file: str
-    timeout_s: float
+    url: str | list[str] = ""  # of the server that scores it; "" = none
 
 
-KEYS = tuple(name for name in RewardSettings._fields if name != "url")
-
-
-def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings) -> None:
+def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings: Reward) -> None:
     """Raises UserError for settings of config.reward that cannot be meant, or a server that does not answer. Loads no
     model."""
-    args = settings.args.to_dict()
+    args = plain(settings.args)
     served = []
     for name, overrides in args.items():
         if not isinstance(overrides, dict):
@@ -56,19 +53,19 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
         )
 
 
-def split_settings(name: str, settings) -> tuple[RewardSettings, dict[str, Any]]:
+def split_settings(name: str, settings: Reward) -> tuple[RewardSettings, dict[str, Any]]:
     """Return the settings of a reward, and the options of its `load`."""
-    overrides = settings.args.get(name, {})
+    overrides = plain(settings.args.get(name, {}))
     values = {key: overrides.get(key, getattr(settings, key)) for key in KEYS}
     reward = RewardSettings(url=overrides.get("url", ""), **values)
-    options = {key: value for key, value in overrides.items() if key not in RewardSettings._fields}
+    options = {key: value for key, value in overrides.items() if key not in ("url", *KEYS)}
     # A service has a server of its own kind, which its file asks, with a request per image.
     if rewards.is_service(name):
         for key in rewards.CONNECTION:
             options[key] = getattr(reward, key)
         if "url" in overrides:
             options["url"] = overrides["url"]
-        reward = reward._replace(url="", batch_size=overrides.get("batch_size", 1))
+        reward = replace(reward, url="", batch_size=overrides.get("batch_size", 1))
     return reward, options
 
 

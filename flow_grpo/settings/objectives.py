@@ -7,11 +7,13 @@ this module before torch is imported.
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
-
-from ml_collections import ConfigDict
+from typing import TYPE_CHECKING, Any
 
 from flow_grpo.base.errors import UserError
+
+if TYPE_CHECKING:
+    # sections.py offers these records as choices.
+    from flow_grpo.settings.sections import Config
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Objective:
     loss: Callable[..., Any] | str
     card: str  # the method and its paper
     reads: tuple[str, ...] = ()  # settings of config.train that not every objective reads
-    check: Callable[[ConfigDict], None] | None = None  # of config; raises UserError for what it cannot be trained with
+    check: "Callable[[Config], None] | None" = None  # of config; raises UserError for what it cannot be trained with
     whole_groups: bool = False  # whether a minibatch holds whole groups, each at one level
     caution: str = ""  # what a run says at its start, a sentence without its name
 
@@ -35,7 +37,7 @@ class Objective:
         return getattr(import_module(module), name)
 
 
-def needs_gaussian(config: ConfigDict) -> None:
+def needs_gaussian(config: "Config") -> None:
     """Raises UserError unless log-probs are those of a Gaussian."""
     if config.sample.sde_type == "cps":
         raise UserError(
@@ -44,7 +46,7 @@ def needs_gaussian(config: ConfigDict) -> None:
         )
 
 
-def needs_older_policy(config: ConfigDict) -> None:
+def needs_older_policy(config: "Config") -> None:
     """Raises UserError if the old policy equals the trained one in every update."""
     train = config.train
     if not train.old_decay_schedule and train.updates_per_epoch * train.inner_epochs < 2:
@@ -54,7 +56,7 @@ def needs_older_policy(config: ConfigDict) -> None:
         )
 
 
-def needs_moving_ratio(config: ConfigDict) -> None:
+def needs_moving_ratio(config: "Config") -> None:
     """Raises UserError unless an epoch's ratios start at 1, as the old policy is a copy of the trained one, and then
     move."""
     needs_older_policy(config)
@@ -65,7 +67,7 @@ def needs_moving_ratio(config: ConfigDict) -> None:
         )
 
 
-def needs_whole_groups(config: ConfigDict) -> None:
+def needs_whole_groups(config: "Config") -> None:
     """Raises UserError unless a forward holds whole groups that share their noise and their baseline, and ratios
     can leave 1."""
     needs_older_policy(config)

@@ -18,10 +18,14 @@ class FrozenDict(Mapping[str, Any]):
     """A dict of names that nobody changes. Its entries are attributes, too: `config.custom.temperature`."""
 
     def __init__(self, values: Mapping[str, Any]):
-        self._values = dict(values)
+        entries = dict(values)
         for key, value in values.items():
             if isinstance(value, Mapping):
-                self._values[key] = FrozenDict(value)
+                entries[key] = FrozenDict(value)
+        object.__setattr__(self, "_values", entries)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name!r} cannot be set: the settings of a run do not change")
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -42,7 +46,7 @@ class FrozenDict(Mapping[str, Any]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a plain dict, of which anything but the entries of lists may be changed."""
-        return {key: _plain(value) for key, value in self.items()}
+        return plain(self)
 
 
 class Section:
@@ -51,12 +55,18 @@ class Section:
     __dataclass_fields__: ClassVar[dict[str, Field]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a plain dict, as config.json holds it."""
-        return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
+        """Return a plain dict, as config.json holds it: sorted by name."""
+        names = sorted(entry.name for entry in fields(self))
+        return {name: plain(getattr(self, name)) for name in names}
 
 
-def _plain(value: Any) -> Any:
-    return value.to_dict() if isinstance(value, Section | FrozenDict) else value
+def plain(value: Any) -> Any:
+    """Return a value with a plain dict in the place of each section and each dict of names."""
+    if isinstance(value, Section):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {key: plain(entry) for key, entry in value.items()}
+    return value
 
 
 class Facts(TypedDict, total=False):

@@ -90,8 +90,8 @@ def with_defaults(stored: dict[str, Any], file: PurePath) -> dict[str, Any]:
 
 def changes(stored: dict[str, Any], wanted: dict[str, Any], file: PurePath) -> dict[str, tuple]:
     """Where a config differs from one as a JSON file holds it, in what a resumed run keeps: key -> (stored, wanted)."""
-    before = table.flat(ConfigDict(with_defaults(stored, file)))
-    now = table.flat(ConfigDict(json.loads(json.dumps(wanted))))
+    before = table.flat(with_defaults(stored, file))
+    now = table.flat(json.loads(json.dumps(wanted)))
     pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()) if table.is_fixed(key)}
     pairs = {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and (key, pair[0]) not in WITHOUT_EFFECT}
     if now.get("sample.num_branches") == 1 and pairs.get("train.step_weight") in (("equal", ""), ("", "equal")):

@@ -7,15 +7,15 @@ reads.
 import ast
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from itertools import pairwise
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ml_collections import ConfigDict
 
 from flow_grpo.settings import sections
 from flow_grpo.settings.sections import MAX_BATCH_SIZE, Config
-from flow_grpo.settings.setting import ALL, DISTILL, DPO, GRPO, NFT, PR, Section, Setting
+from flow_grpo.settings.setting import ALL, DISTILL, DPO, GRPO, NFT, PR, FrozenDict, Section, Setting
 
 __all__ = ["ALL", "DISTILL", "DPO", "GRPO", "MAX_BATCH_SIZE", "NFT", "PR"]
 SCRIPTS = {GRPO: "train_*.py"} | {name: f"train_*_{name}.py" for name in (PR, NFT, DPO, DISTILL)}
@@ -84,18 +84,66 @@ def editable(config: Config) -> ConfigDict:
     return values
 
 
-def value_of(config: ConfigDict, key: str) -> Any:
-    """The value of a dotted key."""
-    for part in key.split("."):
-        config = config[part]
+def typed(config: ConfigDict) -> Config:
+    """Return the config that a run reads. Raises UserError for a value that its setting does not allow."""
+    check_values(config)
+    return _filled(Config, config)
+
+
+def of_stored(values: Mapping[str, Any]) -> Config:
+    """Return the config that a run has stored, whose names and types `stored_config.read` has checked."""
+    return _filled(Config, values)
+
+
+SomeSection = TypeVar("SomeSection", bound=Section)
+
+
+def _filled(section: type[SomeSection], values: ConfigDict | Mapping[str, Any]) -> SomeSection:
+    types = get_type_hints(section)
+    return section(**{entry.name: _converted(values[entry.name], types[entry.name]) for entry in fields(section)})
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    """A value as its field holds it: JSON has lists for tuples, and may have an int for a float."""
+    if inspect.isclass(kind) and issubclass(kind, Section):
+        return _filled(kind, value)
+    if isinstance(value, ConfigDict):
+        return FrozenDict(value.to_dict())
+    if isinstance(value, Mapping):
+        return FrozenDict(value)
+    if isinstance(value, list):
+        return tuple(value)
+    return float(value) if kind is float else value
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return a config in which some dotted keys have other values."""
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        if section:
+            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        else:
+            config = replace(config, **{name: value})
     return config
 
 
-def flat(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+def value_of(config: ConfigDict | Config | Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part) if isinstance(value, Section) else value[part]
+    return value
+
+
+def flat(config: ConfigDict | Config | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value, of all that is no section."""
     values = {}
-    for key, value in config.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, ConfigDict) else {f"{prefix}{key}": value}
+    entries = config.to_dict() if isinstance(config, Section) else config
+    for key, value in entries.items():
+        if isinstance(value, ConfigDict | Mapping):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
     return values
 
 

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
 from flow_grpo.base import folders
 from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.settings.sections import Config
 from flow_grpo.weights import fsdp_utils, lora_files, model_files, policies, quantisation
 
 
-def check_model(config: ConfigDict, family: type[FlowModel]) -> None:
+def check_model(config: Config, family: type[FlowModel]) -> None:
     """Raises UserError, before any weight is loaded, for a model whose parts are missing, and for an adapter or a cache
     of prompts that cannot be used. `model_files.check_weights` checks a model's files of weights."""
     model_files.check_parts(config.model, family)
@@ -25,7 +24,7 @@ def check_model(config: ConfigDict, family: type[FlowModel]) -> None:
 
 
 def fill_model(
-    config: ConfigDict,
+    config: Config,
     model: FlowModel,
     mesh: fsdp_utils.DeviceMesh | None = None,
     *,

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from diffusers.loaders.peft import PeftAdapterMixin
-from ml_collections import ConfigDict
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -21,12 +20,13 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import stochastic_rounding
+from flow_grpo.settings.sections import Config, Lora
 from flow_grpo.weights import fsdp_utils, lora_files, quantisation
 from flow_grpo.weights.ema import Ema
 from flow_grpo.weights.fsdp_utils import AdapterInit
 
 
-def attach(transformer: nn.Module, lora, targets: tuple[str, ...]) -> None:
+def attach(transformer: nn.Module, lora: Lora, targets: tuple[str, ...]) -> None:
     """Choose what is trained: a new LoRA adapter `default` on `targets`, or all weights where lora.rank is 0."""
     transformer.requires_grad_(lora.rank == 0)
     if not lora.rank:
@@ -38,12 +38,12 @@ def attach(transformer: nn.Module, lora, targets: tuple[str, ...]) -> None:
         transformer.add_adapter(settings)
 
 
-def targets(lora, family: type[FlowModel]) -> tuple[str, ...]:
+def targets(lora: Lora, family: type[FlowModel]) -> tuple[str, ...]:
     """Return the ends of the names of the layers that config.lora adapts."""
     return tuple(lora.targets) or family.LORA_TARGETS
 
 
-def check_targets(lora, transformer: nn.Module, family: type[FlowModel]) -> None:
+def check_targets(lora: Lora, transformer: nn.Module, family: type[FlowModel]) -> None:
     """Raises UserError for an entry of lora.targets that ends no layer's name, or the name of another kind of layer."""
     layers = dict(transformer.named_modules())
     for target in lora.targets:
@@ -56,7 +56,7 @@ def check_targets(lora, transformer: nn.Module, family: type[FlowModel]) -> None
             )
 
 
-def adapter_init(lora, seed: int) -> AdapterInit:
+def adapter_init(lora: Lora, seed: int) -> AdapterInit:
     """Return the adapter's first weights: A normal / rank and B zero, or those of lora.path for the layers that it
     adapts."""
 
@@ -86,7 +86,7 @@ def stored_adapter(path: Path | str, otherwise: AdapterInit = _zeros) -> Adapter
     return init
 
 
-def check_lora(lora) -> lora_files.Adapter | None:
+def check_lora(lora: Lora) -> lora_files.Adapter | None:
     """Return the adapter of lora.path; None where that is "".
 
     Raises:
@@ -160,7 +160,7 @@ class MergedWeights:
             layer.base_layer, self.base_layers[number] = self.base_layers[number], layer.base_layer
 
 
-def fast_forwards(config: ConfigDict, transformer: nn.Module) -> Callable[[], AbstractContextManager]:
+def fast_forwards(config: Config, transformer: nn.Module) -> Callable[[], AbstractContextManager]:
     """Return what makes the context of forwards whose velocity enters no log-prob, by sample.rollout_weights, with the
     present weights."""
     weights = config.sample.rollout_weights

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from ml_collections import ConfigDict
 from torch import Tensor, nn
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.kernels.quantised_linear import EightBitLinear, NF4Linear, QuantisedLinear
+from flow_grpo.settings.sections import Config
 
 # Layers by config.base_precision.
 KINDS: dict[str, type[EightBitLinear] | type[NF4Linear]] = {"fp8_weights": EightBitLinear, "nf4": NF4Linear}
 
 
-def check_device(config: ConfigDict, device: torch.device) -> None:
+def check_device(config: Config, device: torch.device) -> None:
     """Raises UserError where the config asks for 8-bit floats and the GPU has none: their products, and the compiler's
     use of them, came with compute capability 8.9 (Ada, Hopper)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
