@@ -24,7 +24,6 @@ from torch import Tensor
 from flow_grpo import rewards
 from flow_grpo.algorithms.advantages import group_advantages
 from flow_grpo.algorithms.losses import clipped_surrogate
-from flow_grpo.command_line.terminal import protect
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,11 +53,7 @@ def draw_noise(generators: list[torch.Generator]) -> Tensor:
 
 
 def predict_velocity(pipeline: QwenImagePipeline, latents: Tensor, timestep: Tensor, text: tuple) -> Tensor:
-    """Velocity of the policy, one forward of the transformer, [B, N, C].
-
-    Args:
-        text: embeddings [B, L, D] of the prompts, and their mask [B, L].
-    """
+    """Velocity [B, N, C] of the policy. `text` are the prompts' embeddings [B, L, D] and their mask [B, L]."""
     # Frames, rows and columns of each image.
     img_shapes = [[(1, SIDE, SIDE)]] * len(latents)
     sigma = timestep / 1000
@@ -98,23 +93,14 @@ def decode(pipeline: QwenImagePipeline, latents: Tensor) -> Tensor:
 
 
 def add_gradients(pipeline: QwenImagePipeline, text: tuple, noisy_steps: list[NoisyStep], advantages: Tensor) -> None:
-    """Add the gradients of the clipped objective (eq. 5), a mean over B images and their noisy steps.
-
-    Args:
-        advantages: [B].
-    """
-    for stored in noisy_steps:
+    """Add the gradients of the clipped objective (eq. 5), a mean over images and noisy steps, with advantages [B]."""
+    for timestep, latents, next_latents, old_log_prob in noisy_steps:
         # The same step under the present policy: how likely is it now?
-        velocity = predict_velocity(pipeline, stored.latents, stored.timestep, text)
+        velocity = predict_velocity(pipeline, latents, timestep, text)
         step = sde_step_with_logprob(
-            pipeline.scheduler,
-            velocity,
-            stored.timestep,
-            stored.latents,
-            noise_level=NOISE_LEVEL,
-            prev_sample=stored.next_latents,
+            pipeline.scheduler, velocity, timestep, latents, noise_level=NOISE_LEVEL, prev_sample=next_latents
         )
-        loss = clipped_surrogate(step.log_prob, stored.log_prob, advantages, CLIP_RANGE)
+        loss = clipped_surrogate(step.log_prob, old_log_prob, advantages, CLIP_RANGE)
         (loss.mean() / len(noisy_steps)).backward()
 
 
@@ -164,6 +150,4 @@ def train(reward: str, num_epochs: int, num_prompts: int, group_size: int) -> No
 
 
 if __name__ == "__main__":
-    # A reader of the output that ends, such as `| head -3`, shall not end the training.
-    protect()
     train("shapes", num_epochs=60, num_prompts=8, group_size=8)
