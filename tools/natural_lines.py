@@ -28,25 +28,25 @@ KINDS = {
 }
 # The most that each folder may have of each kind, in the order of KINDS. A folder that is not named may have none.
 LIMITS = {
-    "config": (64, 0, 0, 0, 6),
-    "scripts": (10, 3, 2, 0, 10),
+    "config": (0, 0, 0, 0, 0),
+    "scripts": (0, 0, 0, 0, 0),
     "tools": (40, 5, 1, 1, 18),
     "benchmarks": (21, 0, 1, 2, 9),
-    "tests": (117, 23, 23, 11, 67),
+    "tests": (66, 13, 19, 7, 58),
     "flow_grpo/algorithms": (0, 0, 0, 0, 0),
     "flow_grpo/base": (0, 0, 0, 0, 0),
     "flow_grpo/checkpoints": (0, 0, 0, 0, 0),
-    "flow_grpo/command_line": (10, 0, 3, 1, 13),
+    "flow_grpo/command_line": (10, 0, 3, 1, 0),
     "flow_grpo/data": (0, 0, 0, 0, 0),
     "flow_grpo/diffusers_patch": (0, 0, 0, 0, 0),
     "flow_grpo/evaluation": (0, 0, 0, 0, 0),
     "flow_grpo/kernels": (0, 0, 0, 0, 0),
     "flow_grpo/monitoring": (0, 0, 0, 0, 0),
-    "flow_grpo/reward_server": (6, 2, 0, 0, 3),
+    "flow_grpo/reward_server": (0, 0, 0, 0, 0),
     "flow_grpo/rewards": (0, 0, 0, 0, 0),
-    "flow_grpo/run": (32, 1, 1, 1, 27),
+    "flow_grpo/run": (0, 0, 0, 0, 0),
     "flow_grpo/scoring": (0, 0, 0, 0, 0),
-    "flow_grpo/settings": (7, 0, 0, 0, 20),
+    "flow_grpo/settings": (7, 0, 0, 0, 0),
     "flow_grpo/weights": (0, 0, 0, 0, 0),
 }
 

@@ -1,4 +1,4 @@
-"""What settings may say together, and what each script asks of them. Checked before any weight is loaded."""
+"""Check which settings may stand together, and what each script asks of them, before any weight is loaded."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -29,13 +29,13 @@ BASES = {  # sample.rollout_weights -> the values of base_precision beneath it
 
 
 def evaluates(config: Config) -> bool:
-    """Whether a run ever evaluates images."""
+    """Return whether a run ever evaluates images."""
     return bool(config.eval_freq and config.eval.num_prompts)
 
 
 @dataclass(frozen=True)
 class Script:
-    """What a script asks of a config."""
+    """A script's demands on its config."""
 
     algorithm: str  # config.algorithm of the configs that are for it
     check: Callable[[Sample], None]  # of config.sample

@@ -54,7 +54,7 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Of a script without a config, whose docstring is what --help begins with."""
+    """Make the parser of a script without a config; --help begins with the script's docstring."""
     how = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=how, allow_abbrev=False)
 
@@ -153,7 +153,7 @@ def sentences(after_stop: str = "") -> Iterator[None]:
 
 
 def _with_way_on(error: BaseException) -> str:
-    """What an error says, and of one that ends a run with a checkpoint how it goes on."""
+    """Return an error's words; if a checkpoint is left behind, also how the run goes on."""
     goes_on = isinstance(error, RunFailed) or _is_of_the_disk(error)
     ways_on = map(folders.resume_hint, folders.held_folders()[-1:]) if goes_on else []
     return "; ".join([str(error), *(way for way in ways_on if "resume_from" in way and way not in str(error))])
@@ -178,7 +178,7 @@ def _say(text: str) -> None:
 
 
 def _status(error: BaseException) -> int | None:
-    """Of a process that ends with an error and a sentence; None for a bug, which keeps its traceback."""
+    """Return the exit status after an error that is told in a sentence; None for a bug, which keeps its traceback."""
     if isinstance(error, UserError):
         return 2
     if isinstance(error, RunFailed | FloatingPointError) or _is_of_another_rank(error) or _is_of_the_disk(error):
@@ -192,6 +192,6 @@ def _is_of_the_disk(error: BaseException) -> bool:
 
 
 def _is_of_another_rank(error: BaseException) -> bool:
-    """Whether a rank that this one waited for has ended, as gloo says it."""
+    """Return whether an error says, in gloo's words, that a rank that this one waited for has ended."""
     ended = re.search("[Cc]onnection (closed|reset) by peer", str(error))
     return "RANK" in os.environ and isinstance(error, RuntimeError) and bool(ended)

@@ -1,4 +1,4 @@
-"""What the command line says without starting a run: --help, --list, and where a config's values come from."""
+"""Text for --help and --list, and for the origin of a config's values; none of it starts a run."""
 
 import inspect
 import re
@@ -104,7 +104,7 @@ def changed_settings(file: str, config: ConfigDict) -> str:
 
 
 def replaced(file: str, config: ConfigDict) -> list[str]:
-    """What the variant smoke, which puts what is on this machine into the place of what is not, has replaced."""
+    """List what the variant smoke has replaced: whatever is not on this machine, by something that is."""
     unchanged = overrides.before_smoke(file)
     if unchanged is None:
         return []
@@ -120,7 +120,7 @@ def replaced(file: str, config: ConfigDict) -> list[str]:
 
 
 def culprit(error: UserError, file: str, config: ConfigDict) -> str:
-    """What has set a setting that an error names, where it is not the command line; "" for nothing to say."""
+    """Name what has set a setting that an error names, unless it is the command line; "" if there is nothing to say."""
     stages = origins(file, config)
     named = [key for key in re.findall(r"config\.([\w.]*\w)", str(error)) if key in stages]
     return f"; {stages[named[0]]} has set {named[0]}" if named and stages[named[0]] != "the command line" else ""

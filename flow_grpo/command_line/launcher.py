@@ -1,4 +1,4 @@
-"""What torchrun, or another launcher, says of this process in the environment."""
+"""Read what torchrun, or another launcher, says about this process in the environment."""
 
 import os
 

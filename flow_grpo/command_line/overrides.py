@@ -137,6 +137,6 @@ def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
 
 
 def _meaningless(what: str, key: str) -> str:
-    """What is said of a word, with what has its part here where it is another program's setting."""
+    """Sentence that refuses a word; if it is another program's setting, with the setting that has its part here."""
     advice = unknown_names.of_other_program(key) if key else ""
     return f"{what} means nothing: {FORMS}" + (f"; {advice}" if advice else "")

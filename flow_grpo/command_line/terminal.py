@@ -61,7 +61,7 @@ def _protected(stream: TextIO | None) -> TextIO:
 
 
 def _is_a_descriptors(buffer: io.BufferedIOBase) -> bool:
-    """Whether a stream's bytes go to a file of the system, and not yet through `_Descriptor`. With `python -u` they go
-    there without a buffer."""
+    """Return whether a stream's bytes go to a file of the system, and not yet through `_Descriptor`. With `python -u`
+    they go there without a buffer."""
     raw = getattr(buffer, "raw", buffer)
     return type(raw) is io.FileIO

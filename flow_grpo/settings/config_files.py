@@ -54,15 +54,15 @@ def shown(file: str | Path) -> str:
 
 
 def _defines(file: str, name: str) -> bool:
-    """Whether a config file has a function of a name."""
+    """Return whether a config file has a function of a name."""
     path = Path(file)
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return bool(re.search(rf"^def {re.escape(name)}\(", text, re.MULTILINE))
 
 
 def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
-    """What a config file's function returns. Raises UserError for a setting or a name that does not exist; a bug stays
-    a bug."""
+    """Call a config file's function and return its config. Raises UserError for a setting or a name that does not
+    exist; a bug stays a bug."""
     try:
         config = function(*arguments)
     except NameError as error:
@@ -78,7 +78,7 @@ def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
 
 
 def _answer(words: str) -> str:
-    """What is said in the place of ml_collections' words for a setting that it refuses, which list all others."""
+    """Sentence for a setting that ml_collections refuses, whose own words list all other settings."""
     words = words.replace("\\n", " ")  # it quotes itself
     refused = re.match(r"\W*Key \W*(\w+)", words) or re.match(r"\W*(\w+)\W*(?:Did|$)", words)
     return unknown_names.answer(refused[1], called=repr(refused[1])) if refused else words
@@ -103,8 +103,8 @@ def load(text: str) -> ConfigDict:
 
 
 def _of_name(get_config: Callable, name: str, path: Path) -> ConfigDict:
-    """What get_config() makes of a name, or of none. Raises UserError where it takes none, asks for one, or knows no
-    such name."""
+    """Call get_config() with a name, or without one. Raises UserError if it takes none, asks for one, or does not
+    know it."""
     try:
         inspect.signature(get_config).bind(*filter(None, [name]))
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""What functions of one's own declare: which settings they read, and what a model card calls the method.
+"""Declarations of a fork's own functions: which settings they read, and what a model card calls the method.
 
 A script's `main` takes other functions in the place of its `rollout`, `add_gradients` or `advantages`. What only such a
 function reads (`read_in` of a field of sections.py) another one would ignore, unless it declares that it reads it.

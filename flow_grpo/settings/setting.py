@@ -70,7 +70,7 @@ def plain(value: Any) -> Any:
 
 
 class Facts(TypedDict, total=False):
-    """What a field says of its setting; the fields of `Setting` of these names."""
+    """Facts that a field states about its setting; `Setting` has fields of the same names."""
 
     unit: str
     choices: Collection[str]
@@ -98,7 +98,7 @@ def setting(default: T, **facts: Unpack[Facts]) -> T:
 
 @dataclass(frozen=True)
 class Setting:
-    """What the field of a setting says, and what follows for a value."""
+    """A setting: the facts that its field states, and the checks of a value that follow from them."""
 
     key: str  # dotted
     default: Any
@@ -119,11 +119,11 @@ class Setting:
 
     @property
     def is_any_text(self) -> bool:
-        """Whether its value may be any text, or a dict of such."""
+        """Return whether the value may be any text, or a dict of texts."""
         return isinstance(self.default, dict) or (isinstance(self.default, str) and not self.choices)
 
     def description(self) -> str:
-        """Its meaning, what else it takes, and which values it allows."""
+        """Meaning of the setting, what else it takes, and which values it allows."""
         conditions = self.when + self.typed_when
         needs = [f"`{key}` {' or '.join(map(repr, values)) or 'set'}" for key, *values in conditions]
         facts = [self.meaning, f"Takes {' and '.join(needs)}." if needs else ""]
@@ -134,7 +134,7 @@ class Setting:
         return " ".join(filter(None, facts))
 
     def is_like(self, value: Any) -> bool:
-        """Whether a value is of the default's type, whatever its limits."""
+        """Return whether a value has the default's type, whatever its limits."""
         return _is_like(value, self.default)
 
     def check(self, value: Any, key: str) -> None:
@@ -160,7 +160,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Whether a value is of a default's type. An int may stand for a float; an empty tuple's entries are names."""
+    """Return whether a value has a default's type. An int may stand for a float; an empty tuple's entries are names."""
     if isinstance(default, float):
         return _is_number(value)
     if isinstance(default, dict):

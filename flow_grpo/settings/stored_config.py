@@ -89,7 +89,7 @@ def with_defaults(stored: dict[str, Any], file: PurePath) -> dict[str, Any]:
 
 
 def changes(stored: dict[str, Any], wanted: dict[str, Any], file: PurePath) -> dict[str, tuple]:
-    """Where a config differs from one as a JSON file holds it, in what a resumed run keeps: key -> (stored, wanted)."""
+    """Compare a config with one from a JSON file, in the settings that a resumed run keeps: key -> (stored, wanted)."""
     before = table.flat(with_defaults(stored, file))
     now = table.flat(json.loads(json.dumps(wanted)))
     pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()) if table.is_fixed(key)}
@@ -100,5 +100,5 @@ def changes(stored: dict[str, Any], wanted: dict[str, Any], file: PurePath) -> d
 
 
 def kept(changed: dict[str, tuple]) -> dict[str, Any]:
-    """Of `changes`, the settings that a resumed run keeps as they are stored, since only a default has changed."""
+    """Return those of `changes` that a resumed run keeps as they are stored, because only a default has changed."""
     return {key: before for key, (before, now) in changed.items() if (before, now) in KEPT.get(key, ())}

@@ -153,8 +153,8 @@ def ignored_by(algorithm: str) -> tuple[str, ...]:
 
 
 def is_fixed(key: str) -> bool:
-    """Whether a resumed run may not change the value of a dotted key. What `reward.args` says of one reward may change
-    where it is its server, or the setting that it overrides may; the options of a reward's load() may not."""
+    """Return whether a resumed run must keep the value of a dotted key. In `reward.args` a value may change if it
+    is a reward's server, or if the setting that it overrides may change; the options of a reward's load() may not."""
     if key.startswith("reward.args."):
         option = [*key.split("."), ""][3]
         return option != "url" and is_fixed(f"reward.{option}")

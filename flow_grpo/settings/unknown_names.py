@@ -1,4 +1,4 @@
-"""What is said to who names a setting that there is not: its name of today, what has its part here if it is another
+"""Answers to a setting that does not exist: its name of today, the setting with its part here if it is another
 program's, or the setting that it is a slip of."""
 
 import re
@@ -63,7 +63,7 @@ def _where_to_look(key: str) -> str:
 
 
 def of_other_program(key: str) -> str:
-    """What other programs' setting of exactly this name is here; "" where none has it."""
+    """Say what has the part of another program's setting of exactly this name; "" if no program has it."""
     found = [row for row in rows() if _is_its_name(key, row)]
     return f"{_sentence(found)}; {PAGE}" if found else ""
 
@@ -78,8 +78,8 @@ def nearest(key: str, names: Iterable[str]) -> list[str]:
 
 
 def is_slip(word: str, name: str) -> bool:
-    """Whether a word differs from a name in one letter, which is wrong, missing or too many, or in two neighbours that
-    have changed places."""
+    """Return whether a word differs from a name in one letter, which is wrong, missing or too many, or in two
+    neighbours that have changed places."""
     if len(word) < SHORTEST:
         return False
     start = _num_alike(word, name)
@@ -98,13 +98,13 @@ def _num_alike(word: str, name: str) -> int:
 
 
 def _moved(key: str) -> str:
-    """What says the same as a setting of an older version, by its key or by the last part of it."""
+    """Find the setting that replaces one of an older version, by its key or by the last part of it."""
     keys = [moved for moved in stored_config.MOVED if key in (moved, moved.rpartition(".")[2])]
     return f"config.{keys[0]} is now {stored_config.MOVED[keys[0]]}" if keys else ""
 
 
 def _is_its_name(key: str, row: Row) -> bool:
-    """Whether a key is a row's name, or the end or the beginning of it."""
+    """Return whether a key is a row's name, or the end or the beginning of it."""
     name = row.name.lstrip("-")  # of a flag
     return name == key or name.endswith(f".{key}") or name.startswith(f"{key}.")
 
@@ -119,7 +119,7 @@ def _most_alike(key: str) -> list[Row]:
 
 
 def _sentence(found: list[Row]) -> str:
-    """What the first of some rows say, each other part here once."""
+    """Join what the first few rows say, each counterpart here once."""
     by_part = {row.ours: row for row in reversed(found)}
     return "; ".join(map(_clause, list(by_part.values())[::-1][:2]))
 
