@@ -30,10 +30,12 @@ from flow_grpo import rewards
 from flow_grpo.algorithms import losses
 from flow_grpo.base.metric_table import explain
 from flow_grpo.base.prompt import texts_of
+from flow_grpo.command_line import checks
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch.loading import schedule
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 from flow_grpo.run.rewards import Rewards
+from flow_grpo.run.startup import start
 from flow_grpo.settings import table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 
@@ -289,6 +291,19 @@ def test_the_advantage_of_ones_own_trains(shallow, tmp_path):
     names["main"](config)
     line = lines_of(tmp_path / config.name, "update")[0]
     assert line["advantage_abs_mean"] > 0 < line["grad_norm"]
+
+
+def test_the_types_of_settings_are_as_their_page_says(shallow, tmp_path, capsys):
+    blocks = python_of("howto/typed_settings")
+    config = config_of("shapes_qwenimage", tmp_path, train__learning_rate=0.5, custom={"temperature": 2.5}, **shallow)
+    names = {"start": start, "checks": checks, "run": SimpleNamespace(config=table.typed(config))}
+    for block in blocks:
+        exec(compile(block, "typed_settings.md", "exec"), names)
+    assert (names["other"].seed, names["other"].sample.num_steps, names["config"].seed) == (8, 8, 7)
+    assert names["mine"].temperature == 2.5
+    names["main"](config)
+    assert capsys.readouterr().out.splitlines()[-1] == "0.5"
+    assert config.sample.num_steps == 8
 
 
 def test_the_mean_of_two_runs_is_a_model(recorded, tmp_path, monkeypatch):
