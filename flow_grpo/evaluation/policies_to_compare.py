@@ -21,6 +21,7 @@ READ = (
     *("eval.guidance_scale", "eval.batch_size"),
     *(setting.key for setting in table.SETTINGS if setting.section == "reward"),
 )
+OF_A_RUN = ("model", "lora.rank", "lora.alpha", *READ)
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,7 @@ def is_run(folder: Path) -> bool:
 def run_config(folder: Path) -> Config:
     """Return the settings with which a run evaluated; those that are younger than the run have their defaults."""
     stored = table.of_stored(stored_config.read(folder / "config.json"))
-    return Config(
-        model=stored.model,
-        model_class=stored.model_class,
-        dataset=stored.dataset,
-        reward_fn=stored.reward_fn,
-        height=stored.height,
-        width=stored.width,
-        text_tokens=stored.text_tokens,
-        precision=stored.precision,
-        base_precision=stored.base_precision,
-        vae_precision=stored.vae_precision,
-        vae_batch_size=stored.vae_batch_size,
-        lora=Lora(rank=stored.lora.rank, alpha=stored.lora.alpha),
-        eval=stored.eval,
-        reward=stored.reward,
-    )
+    return table.with_values(Config(), {key: table.value_of(stored, key) for key in OF_A_RUN})
 
 
 def find_candidate(name: str, config: Config, weights: str) -> Candidate:
