@@ -18,7 +18,6 @@ as in a real run. `first_update_s` counts from the process's start.
 
 import argparse
 import contextlib
-import functools
 import importlib
 import json
 import os
@@ -29,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 
 import torch
@@ -60,39 +59,58 @@ KEPT = ("images_per_s", "batch_occupancy")
 
 
 def config_of(name: str, kind: str = "pr"):
-    return config_files.load(f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py:{name}")
+    file = kind if kind in ("nft", "dpo") else "grpo"
+    return config_files.load(f"config/{file}.py:{name}")
 
 
 def one_prompt(dataset: str, folder: Path) -> str:
-    """Write a data set of nothing but the longest training prompt of another into a new folder; its path."""
+    """Write a data set of nothing but the longest training prompt of another into a new folder; return its path."""
     longest = max(load_prompts(dataset, "train"), key=lambda prompt: len(prompt.text))
+    fields = longest.metadata | {"prompt": longest.text}
+    if longest.sources:
+        # The folder is another one, from which relative paths would lead elsewhere.
+        fields["sources"] = [str(source.resolve()) for source in longest.sources]
     folder.mkdir()
     for split in ("train", "test"):
-        sources = dict(sources=[str(source.resolve()) for source in longest.sources]) if longest.sources else {}
-        line = json.dumps(longest.metadata | dict(prompt=longest.text) | sources) + "\n"
-        (folder / f"{split}_metadata.jsonl").write_text(line, encoding="utf-8")
+        path = folder / f"{split}_metadata.jsonl"
+        path.write_text(json.dumps(fields) + "\n", encoding="utf-8")
     return str(folder)
 
 
 def random_pairs(config, shapes: dict, folder: str) -> None:
-    """Pairs of noise in the place of config.preferences.path."""
-    config.preferences.path, count = folder, config.sample.num_prompts_per_epoch
-    draw = {name: torch.randn(count, *shapes["latents"]) for name in preferences.LATENTS}
-    draw |= {
-        column: torch.randn(count, *shapes[name]) for name, column in preferences.COLUMNS.items() if name in shapes
+    """Write pairs of noise to a folder and make it config.preferences.path."""
+    config.preferences.path = folder
+    count = config.sample.num_prompts_per_epoch
+    rows = {}
+    for name in preferences.LATENTS:
+        rows[name] = torch.randn(count, *shapes["latents"])
+    for name, column in preferences.COLUMNS.items():
+        if name in shapes:
+            rows[column] = torch.randn(count, *shapes[name])
+    if "mask" in shapes:
+        # Noise is above -9, so no token is padding.
+        rows["mask"] = rows["mask"] > -9
+
+    dtype = preferences.dtype_of(config.precision)
+    constants = {
+        "prompt": "a photo of a red circle",
+        "negative_prompt": "",
+        "winner_score": 1.0,
+        "loser_score": 0.0,
+        "model": config.model,
+        "height": config.height,
+        "width": config.width,
+        "dtype": dtype,
     }
-    draw |= {name: draw[name] > -9 for name in ("mask",) if name in shapes}
-    constants = dict(prompt="a photo of a red circle", negative_prompt="", winner_score=1.0, loser_score=0.0)
-    constants |= dict(
-        model=config.model, height=config.height, width=config.width, dtype=preferences.dtype_of(config.precision)
-    )
-    rows = draw | {name: [value] * count for name, value in constants.items()}
-    preferences.write_pairs(Path(folder, "train_00000.parquet"), rows, shapes, constants["dtype"])
+    for name, value in constants.items():
+        rows[name] = [value] * count
+    preferences.write_pairs(Path(folder, "train_00000.parquet"), rows, shapes, dtype)
 
 
 def shared_folder() -> str:
-    """One that all ranks know, and no other run."""
-    return f"{tempfile.gettempdir()}/bench_{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
+    """Return a folder that all ranks know, and no other run."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", os.getpid())
+    return f"{tempfile.gettempdir()}/bench_{run_id}"
 
 
 def limit_memory(gib: float) -> None:
@@ -105,25 +123,34 @@ def limit_memory(gib: float) -> None:
 
 
 def process_s() -> float:
-    """Seconds since this process began."""
-    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    """Return the seconds since this process began."""
+    # The second field is the program's name in parentheses, which may hold spaces: the others are counted from its end.
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
 
 
 class Collectives:
-    """Seconds that this rank spends in the second epoch's collectives, with its waiting for the other ranks: those of
-    the CPU, and those of the GPU by its own clock, though other kernels may run beside them. Stands in for the leaving
-    of the process group, which forgets them."""
+    """Count the seconds that this rank spends in the second epoch's collectives, with its waiting for other ranks.
+
+    Collectives of the CPU are timed here, those of the GPU by its own clock, though other kernels may run beside them.
+    `close` stands in for the leaving of the process group, which forgets them.
+    """
 
     CALLS = "all_gather", "all_gather_object", "all_reduce", "barrier"  # of flow_grpo.base.distributed
 
     def __init__(self):
-        self.since, self.figures, self.leave = 0.0, {}, distributed.close
+        self.since = 0.0
+        self.figures = {}
+        self.leave = distributed.close
         self.calls = []  # (start, seconds) of each; those of the GPU return at once
         os.environ["TORCH_NCCL_ENABLE_TIMING"] = "1"
-        os.environ["TORCH_FR_BUFFER_SIZE"] = os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "200000"  # later, torch 2.11
+        # One variable by two names: the first is that of releases after torch 2.11.
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "200000"
+        os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "200000"
         for name in self.CALLS:
-            setattr(distributed.dist, name, partial(self._timed, getattr(distributed.dist, name)))
+            call = getattr(distributed.dist, name)
+            setattr(distributed.dist, name, partial(self._timed, call))
 
     def _timed(self, call, *args):
         started = time.time()
@@ -131,31 +158,44 @@ class Collectives:
         self.calls.append((started, time.time() - started))
 
     def close(self):
-        """Count, and leave the process group."""
+        """Add up the seconds and leave the process group."""
         if distributed.dist.is_initialized():
-            seconds = [length for started, length in self.calls if started >= self.since]
-            self.figures["collectives/cpu_s"] = sum(seconds)
+            self.figures["collectives/cpu_s"] = self._cpu_s()
             if torch.cuda.is_available():
                 self.figures["collectives/gpu_s"] = self._gpu_s()
         self.leave()
 
+    def _cpu_s(self) -> float:
+        return sum(seconds for started, seconds in self.calls if started >= self.since)
+
     def _gpu_s(self) -> float:
         torch.cuda.synchronize()
         time.sleep(1)  # until NCCL's watchdog has read the clock of the last ones
-        entries = pickle.loads(torch._C._distributed_c10d._dump_nccl_trace())["entries"]
-        return sum(e.get("duration_ms", 0.0) for e in entries if e["time_created_ns"] >= 1e9 * self.since) / 1000
+        trace = pickle.loads(torch._C._distributed_c10d._dump_nccl_trace())
+        milliseconds = 0.0
+        for entry in trace["entries"]:
+            if entry["time_created_ns"] >= 1e9 * self.since:
+                milliseconds += entry.get("duration_ms", 0.0)
+        return milliseconds / 1000
 
 
 class Work:
-    """FLOP of a run by phase. Stands in for a script's add_gradients and its optimizer's steps."""
+    """Count the FLOP of a run by phase. Stands in for a script's add_gradients and its optimizer's steps."""
 
     def __init__(self, script, full_weights: bool, limit_gib: float):
-        self.phase, self.flops, self.sizes, self.limit_gib = "rollout", Counter(), {}, limit_gib
-        self.trained, self.add_gradients = 3 if full_weights else 2, script.add_gradients
-        self.first_update_s, self.move_weights, self.collectives = None, update.move_weights, Collectives()
+        self.phase = "rollout"
+        self.flops = Counter()
+        self.sizes = {}  # FLOP of a row by its number of text tokens
+        self.limit_gib = limit_gib
+        # Forward, gradients of what flows through, and of the weights where they are trained themselves.
+        self.trained = 3 if full_weights else 2
+        self.add_gradients = script.add_gradients
+        self.move_weights = update.move_weights
+        self.first_update_s = None
+        self.collectives = Collectives()
 
     def counting(self, family: type[FlowModel]) -> type[FlowModel]:
-        """The model, whose forwards are counted."""
+        """Return the class of a model with forwards that are counted."""
         work = self
 
         class Counting(family):
@@ -166,15 +206,19 @@ class Work:
         return Counting
 
     def count(self, model: FlowModel, x, condition: Condition, guidance_scale: float, size: Size) -> None:
-        """A velocity. Before the first one, the memory that making random weights took is forgotten."""
+        """Count a velocity. Before the first one, the memory that making random weights took is forgotten."""
         if torch.cuda.is_available() and not self.flops:
             limit_memory(self.limit_gib)
-        texts = [condition, condition.negative] if model.is_guided(guidance_scale) else [condition]
-        times = self.trained if self.phase == "update" and torch.is_grad_enabled() else 1
+        texts = [condition]
+        if model.is_guided(guidance_scale):
+            texts.append(condition.negative)
+        has_backward = self.phase == "update" and torch.is_grad_enabled()
+        times = self.trained if has_backward else 1
         for text in texts:
             self.flops[self.phase] += times * len(x) * self.row(model, text, size)
 
     def row(self, model: FlowModel, text: Condition, size: Size) -> int:
+        # Counting takes a forward of its own, so each width of text is counted once.
         if text.num_tokens not in self.sizes:
             self.sizes[text.num_tokens] = row_flops(model, text, size)
         return self.sizes[text.num_tokens]
@@ -185,100 +229,174 @@ class Work:
         self.phase = "rollout"
 
     def timed_step(self, run):
-        """The optimizer's. When the first one and the first epoch's last one end is noted."""
+        """Make the optimizer's step; note when the first one ends, and the first epoch's last one."""
         self.move_weights(run)
-        self.first_update_s = self.first_update_s or process_s()
+        if self.first_update_s is None:
+            self.first_update_s = process_s()
         if run.epoch == 0:
             self.collectives.since = time.time()
 
 
 def epoch_metrics(script: str, config, family: type[FlowModel], limit_gib: float = 0.0) -> dict:
     """Run two epochs of a model and return the second one's times, rates and memory; {} on all ranks but the first."""
-    config.num_epochs, config.eval_freq, config.save_freq = 2, 0, 0
+    config.num_epochs = 2
+    config.eval_freq = 0
+    config.save_freq = 0
     module = importlib.import_module(script)
     work = Work(module, config.lora.rank == 0, limit_gib)
-    update.move_weights, distributed.close = work.timed_step, work.collectives.close
+    update.move_weights = work.timed_step
+    distributed.close = work.collectives.close
     with tempfile.TemporaryDirectory() as folder:
-        config.output_dir, config.dataset = f"{folder}/runs", one_prompt(config.dataset, Path(folder, "prompts"))
+        config.output_dir = f"{folder}/runs"
+        config.dataset = one_prompt(config.dataset, Path(folder, "prompts"))
         config.cache_dir = shared_folder() if config.cache_dir else ""
         if script.endswith("_dpo") and config.preferences.path:
             light = family.without_weights(config.model)
             random_pairs(config, light.row_shapes(training_size(config), config.text_tokens), folder)
         with registered(work.counting(family), loading.pipeline_name(config.model)):
-            counted = functools.update_wrapper(functools.partial(work.counted_gradients), module.add_gradients)
+            counted = update_wrapper(partial(work.counted_gradients), module.add_gradients)
             module.main(config, add_gradients=counted)
-        lines = [line for path in Path(folder).glob("runs/*/metrics.jsonl") for line in path.read_text().splitlines()]
+        rows = metric_rows(Path(config.output_dir))
     shutil.rmtree(shared_folder(), ignore_errors=True)
-    if not lines:
-        return {}
-    rows = [json.loads(line) for line in lines]
+    return figures_of(rows, work) if rows else {}
+
+
+def metric_rows(runs: Path) -> list[dict]:
+    """Return the lines of metrics.jsonl of the runs in a folder."""
+    rows = []
+    for path in runs.glob("*/metrics.jsonl"):
+        for line in path.read_text().splitlines():
+            rows.append(json.loads(line))
+    return rows
+
+
+def figures_of(rows: list[dict], work: Work) -> dict:
+    """Return the second epoch's times, memory and rates, and what both epochs' work says."""
     first, last = [row for row in rows if row["kind"] == "epoch"]
-    gaps = [row["parity/log_prob_abs_diff_max"] for row in rows if "parity/log_prob_abs_diff_max" in row]
-    figures = {"images": last["images"] - first["images"], "first_epoch_s": first["time/epoch_s"]}
-    figures |= {"first_update_s": work.first_update_s} | work.collectives.figures
-    figures |= {"parity/log_prob_abs_diff_max": max(gaps)} if gaps else {}
-    figures |= {name: last[name] for name in last if name.startswith(("time/", "memory/")) or name in KEPT}
-    rates = {f"{phase}_tflops": flops / 2e12 / last[f"time/{phase}_s"] for phase, flops in work.flops.items()}
-    return figures | rates
+    figures = {
+        "images": last["images"] - first["images"],
+        "first_epoch_s": first["time/epoch_s"],
+        "first_update_s": work.first_update_s,
+    }
+    figures |= work.collectives.figures
+    gap = "parity/log_prob_abs_diff_max"
+    gaps = [row[gap] for row in rows if gap in row]
+    if gaps:
+        figures[gap] = max(gaps)
+    for name, value in last.items():
+        if name.startswith(("time/", "memory/")) or name in KEPT:
+            figures[name] = value
+    # Both epochs do the same work, and all of it has been counted.
+    for phase, flops in work.flops.items():
+        figures[f"{phase}_tflops"] = flops / 2e12 / last[f"time/{phase}_s"]
+    return figures
 
 
 def published() -> dict[str, float]:
-    """What bench_published.py measures, in a process of its own, which gives all memory back."""
+    """Run bench_published.py in a process of its own, which gives all memory back; return what it measures."""
     done = subprocess.run([sys.executable, "benchmarks/bench_published.py"], check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def changes_of(args) -> dict[str, str]:
+    """Return the settings of --set by name, as text."""
+    return dict(text.split("=", 1) for text in args.set)
+
+
 def setup(args) -> tuple[str, type[FlowModel], ConfigDict]:
-    """The script that is run, the model, and the config with its changes."""
+    """Return the script that is run, the model, and the config with its changes."""
     run = args.script.removeprefix("train_")
-    kind = last if (last := run.rpartition("_")[2]) in ("pr", "nft", "dpo") else ""
-    name, suffix = run.removesuffix(f"_{kind}"), run + args.variants
+    last_word = run.rpartition("_")[2]
+    kind = last_word if last_word in ("pr", "nft", "dpo") else ""
+    name = run.removesuffix(f"_{kind}")
     if args.size == "full":
-        sizes, reward = {name: {"num_layers": args.layers}} if args.layers else {}, run_name(run).removesuffix(run)
-        family = model_classes.by_name(name) if args.folder else random_model(name, sizes)
-        config = full_config(config_of(f"{reward}{suffix}", kind), kind, edits=family.MOST_SOURCES > 0)
-        config.model = args.folder or random_folder(Path(tempfile.mkdtemp(), "model"))
+        family, config = full_setup(args, name, run, kind)
     else:
-        family, config = model_classes.by_name(name), config_of(f"shapes_{suffix}", kind)
-    changes = dict(text.split("=", 1) for text in args.set)
-    config.update_from_flattened_dict({key: yaml.safe_load(value) for key, value in changes.items()})
+        family = model_classes.by_name(name)
+        config = config_of(f"shapes_{run}{args.variants}", kind)
+    changes = {key: yaml.safe_load(value) for key, value in changes_of(args).items()}
+    config.update_from_flattened_dict(changes)
     return f"train_qwenimage_{kind}".rstrip("_"), family, config
+
+
+def full_setup(args, name: str, run: str, kind: str) -> tuple[type[FlowModel], ConfigDict]:
+    """Return a model of the published sizes, with random weights unless there is a folder of them, and its config."""
+    if args.folder:
+        family = model_classes.by_name(name)
+        folder = args.folder
+    else:
+        sizes = {name: {"num_layers": args.layers}} if args.layers else {}
+        family = random_model(name, sizes)
+        folder = random_folder(Path(tempfile.mkdtemp(), "model"))
+    published_config = config_of(f"{run_name(run)}{args.variants}", kind)
+    config = full_config(published_config, kind, edits=family.MOST_SOURCES > 0)
+    config.model = folder
+    return family, config
+
+
+def save_nothing(*_) -> None:
+    """Stand in for the saving of weights: full ones with their moments are hundreds of GB."""
+
+
+def write_no_cards(_) -> list:
+    """Stand in for the model cards: without weights there is nothing to describe."""
+    return []
 
 
 def main(args):
     script, family, config = setup(args)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    what = dict(script=args.script, size=args.size, device=device, torch=torch.__version__, config=config.name)
-    what |= dict(gpus=int(os.environ.get("WORLD_SIZE", 1)))
-    changes = dict(text.split("=", 1) for text in args.set)
-    loop.save = loop.export = lambda *_: None  # full weights with their moments are hundreds of GB
-    model_card.write_cards = lambda _: []  # and without weights there is nothing to describe
+    has_gpu = torch.cuda.is_available()
+    what = {
+        "script": args.script,
+        "size": args.size,
+        "device": torch.cuda.get_device_name() if has_gpu else "cpu",
+        "torch": torch.__version__,
+        "config": config.name,
+        "gpus": int(os.environ.get("WORLD_SIZE", 1)),
+    }
+    loop.save = save_nothing
+    loop.export = save_nothing
+    model_card.write_cards = write_no_cards
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
         theirs = published() if args.published else {}
         figures = epoch_metrics(script, config, family, args.limit_gib) | theirs
+    # Only the first rank has figures.
     if not figures:
         return
-    if torch.cuda.is_available():
+    if has_gpu:
         figures["memory/reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
         figures["matrix_tflops"] = matrix_rate(torch.device("cuda")) / 1e12
     if theirs:
         trunks = config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
         figures["prompt_s"] = figures["time/epoch_s"] / trunks
         figures["published/ratio"] = figures["published/prompt_s"] / figures["prompt_s"]
-    print(json.dumps(what | changes | figures))
+    print(json.dumps(what | changes_of(args) | figures))
 
 
 def run_name(run: str) -> str:
-    """The published run of a model and algorithm, such as pickscore_sd3_nft; "" = there is none."""
-    names = {known.__name__ for module in (grpo, nft, dpo) for known in module.RUNS}
-    return next((name for name in (f"pickscore_{run}", f"editreward_{run}") if name in names), "")
+    """Return the published run of a model and algorithm, such as pickscore_sd3_nft; "" = there is none."""
+    names = []
+    for module in (grpo, nft, dpo):
+        names += [known.__name__ for known in module.RUNS]
+    for name in (f"pickscore_{run}", f"editreward_{run}"):
+        if name in names:
+            return name
+    return ""
+
+
+def script_names() -> list[str]:
+    """Return the choices of --script: each model with each algorithm that has a published run."""
+    scripts = []
+    for model in (*registry.names(), *OTHERS):
+        for kind in ("", "_pr", "_nft", "_dpo"):
+            if run_name(f"{model}{kind}"):
+                scripts.append(f"train_{model}{kind}")
+    return scripts
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = [f"{model}{kind}" for model in (*registry.names(), *OTHERS) for kind in ("", "_pr", "_nft", "_dpo")]
-    scripts = [f"train_{kind}" for kind in kinds if run_name(kind)]
-    parser.add_argument("--script", choices=scripts, default="train_qwenimage_pr")
+    parser.add_argument("--script", choices=script_names(), default="train_qwenimage_pr")
     parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")
     parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")
     parser.add_argument("--published", action="store_true", help="with the published per-step loop's time per trunk")

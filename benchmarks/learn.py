@@ -122,7 +122,12 @@ def spent_s(folder: Path) -> float:
     if newest is None:
         return 0.0
     num_epochs = int(newest.name.split("_")[-1])
-    return sum(line.get("time/epoch_s", 0.0) for line in read_metrics(folder) if line["epoch"] < num_epochs)
+    seconds = 0.0
+    for line in read_metrics(folder):
+        # Epochs after the checkpoint are lost.
+        if line["epoch"] < num_epochs:
+            seconds += line.get("time/epoch_s", 0.0)
+    return seconds
 
 
 def command_of(run: Trained, seed: int, args: argparse.Namespace) -> list[str]:
@@ -186,11 +191,15 @@ def train(args: argparse.Namespace) -> int:
     """Make every run that is not finished; return how many are not finished then."""
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
-    chosen = [run for run in RUNS if run.name in args.only]
-    if any(run.name == "dpo" for run in chosen) and not prepare_pairs(args):
-        chosen = [run for run in chosen if run.name != "dpo"]
+    names = list(args.only)
+    # Offline DPO needs pairs: without them it is left out.
+    if "dpo" in names and not prepare_pairs(args):
+        names.remove("dpo")
+    chosen = [run for run in RUNS if run.name in names]
     # One seed of every run before the next seed of any.
-    trained = [(run, seed) for seed in args.seeds for run in chosen]
+    trained = []
+    for seed in args.seeds:
+        trained += [(run, seed) for run in chosen]
 
     def make(number: int) -> bool:
         run, seed = trained[number]
@@ -209,7 +218,8 @@ def parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("runs/learn"), help="folder of the study")
     add("--seconds", type=float, default=600.0, help="of each run, its evaluations included")
     add("--parallel", type=int, default=1, help="processes side by side")
-    add("--only", nargs="+", choices=[run.name for run in RUNS], default=[run.name for run in RUNS])
+    names = [run.name for run in RUNS]
+    add("--only", nargs="+", choices=names, default=names)
     add("--seeds", type=int, nargs="+", choices=SEEDS, default=SEEDS)
     add("--gpu", action="store_true", help="larger batches, and embeddings that the runs share")
     add("--noises", type=int, help="images of each prompt in an evaluation; default: 4 with --gpu, else 1")

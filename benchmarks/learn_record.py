@@ -10,7 +10,9 @@ from flow_grpo.monitoring import report
 from flow_grpo.monitoring.plots import read_metrics
 
 FIGURE = "shapes_accuracy"  # strict accuracy
-TEST, EVAL, BEST = f"test/{FIGURE}", f"eval/{FIGURE}", f"test_best/{FIGURE}"
+TEST = f"test/{FIGURE}"
+EVAL = f"eval/{FIGURE}"
+BEST = f"test_best/{FIGURE}"
 VARIETY = "test/variety"
 PHASES = ("time/rollout_s", "time/reward_s", "time/update_s")  # training, without evaluation and saving
 HEAD = ["run", "seeds", "last", "best by validation", "highest", "variety", "images", "forwards", "training s"]

@@ -12,6 +12,7 @@ time that an epoch's scores take on their own, and `hidden_share` the share of i
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -36,15 +37,16 @@ PORTS = 18087, 18088  # of the servers of one reward
 
 
 class Configuration(NamedTuple):
-    """What is run, how many prompts each GPU gets, and settings."""
+    """A run of bench.py: the script, how many prompts each GPU gets, and settings."""
 
-    words: str
+    words: str  # value of --script, with further flags
     prompts: int
-    changes: str = ""
+    changes: str = ""  # for --set
     alone: bool = False  # with nothing beside it
 
 
-FAST, EIGHT_BITS = "--size full --variants ,large_gpu", "--size full --variants ,large_gpu,eight_bit_base"
+FAST = "--size full --variants ,large_gpu"
+EIGHT_BITS = "--size full --variants ,large_gpu,eight_bit_base"
 BRANCHES = "sample.num_branches=2 sample.num_steps=6"  # a shorter epoch, less work between collectives
 SHARDED = "lora.rank=0 fsdp.mode=shard compile=False sample.batch_size=8 train.updates_per_epoch=1"
 RUNS = {
@@ -64,46 +66,59 @@ class Job:
     """A run of bench.py on some of the host's GPUs."""
 
     def __init__(self, name: str, gpus: list[int], args: argparse.Namespace, stack: contextlib.ExitStack):
-        run, self.name, self.gpus, self.most, self.servers = RUNS[name], name, gpus, {}, []
-        changes = [f"sample.num_prompts_per_epoch={run.prompts * len(gpus)}", "logger=none", *run.changes.split()]
-        words = ["--script", *run.words.split()]
-        if name == "full_weights":
-            words += ["--layers", str(args.layers)]
-        words += ["--set", *changes, *args.set]
+        self.name = name
+        self.gpus = gpus
+        self.most_gib = {}  # memory of the host, by kind
+        self.servers = []
+        words = bench_words(name, len(gpus), args)
         if name == "start":
-            words = ["--folder", str(args.model), *words]
             drop_caches()
         if name == "reward":
             self.servers = start_servers(len(gpus), args.lines.with_name("clip"), stack)
             words += ['reward_fn={"pickscore": 1.0}', f"reward.args={json.dumps(served_by(self.servers))}"]
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
-        env = os.environ | dict(CUDA_VISIBLE_DEVICES=",".join(map(str, gpus)))
-        self.out, self.log = (args.lines.with_name(f"{name}_{len(gpus)}.{end}") for end in ("json", "log"))
+        command = [*launch, "benchmarks/bench.py", *words]
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        self.out = args.lines.with_name(f"{name}_{len(gpus)}.json")
+        self.log = args.lines.with_name(f"{name}_{len(gpus)}.log")
         with self.out.open("w") as out, self.log.open("w") as log:
-            command = [*launch, "benchmarks/bench.py", *words]
             self.process = stack.enter_context(started(command, env=env, stdout=out, stderr=log))
 
     def is_running(self) -> bool:
-        """Also notes how much of the host's memory it uses."""
+        """Say whether the process has not ended; note how much of the host's memory it uses."""
         for kind, gib in host_gib(self.process.pid).items():
-            self.most[kind] = max(self.most.get(kind, 0.0), gib)
+            self.most_gib[kind] = max(self.most_gib.get(kind, 0.0), gib)
         return self.process.poll() is None
 
     def line(self) -> dict:
-        """What it measured; {}, and the end of its log on the terminal, if it failed."""
+        """Return what the run measured; if it failed, print the end of its log and return {}."""
         if self.process.returncode:
             print(f"{self.name} on {len(self.gpus)} GPUs: {self.log.read_text()[-3000:]}", file=sys.stderr)
             return {}
-        line = json.loads(self.out.read_text().splitlines()[-1]) | self.most | dict(configuration=self.name)
+        line = json.loads(self.out.read_text().splitlines()[-1])
+        line |= self.most_gib
+        line["configuration"] = self.name
         if self.servers:
             line["reward_alone_s"] = seconds_to_score(int(line["images"]), self.servers)
             line["hidden_share"] = 1 - line["time/reward_s"] / line["reward_alone_s"]
         return line
 
 
+def bench_words(name: str, num_gpus: int, args: argparse.Namespace) -> list[str]:
+    """Return the arguments of bench.py; those of --set come last, so that more of them can follow."""
+    run = RUNS[name]
+    words = ["--script", *run.words.split()]
+    if name == "start":
+        words += ["--folder", str(args.model)]
+    if name == "full_weights":
+        words += ["--layers", str(args.layers)]
+    changes = [f"sample.num_prompts_per_epoch={run.prompts * num_gpus}", "logger=none", *run.changes.split()]
+    return [*words, "--set", *changes, *args.set]
+
+
 @contextlib.contextmanager
 def started(command: list[str], **how) -> Iterator[subprocess.Popen]:
-    """A process that does not outlive the block."""
+    """Start a process that does not outlive the block."""
     process = subprocess.Popen(command, **how)
     try:
         yield process
@@ -113,17 +128,22 @@ def started(command: list[str], **how) -> Iterator[subprocess.Popen]:
 
 
 def host_gib(pid: int) -> dict[str, float]:
-    """GiB of the host that a process and its descendants hold, what they share counted once: their own, and files that
-    they map."""
-    kinds, waiting = {"Pss_Anon:": "host/own_gib", "Pss_File:": "host/files_gib"}, [str(pid)]
+    """Return the GiB of the host that a process and its descendants hold, what they share counted once.
+
+    Memory of their own and files that they map are counted apart.
+    """
+    kinds = {"Pss_Anon:": "host/own_gib", "Pss_File:": "host/files_gib"}
     found = dict.fromkeys(kinds.values(), 0.0)
+    waiting = [str(pid)]
     while waiting:
         process = Path("/proc", waiting.pop())
         with contextlib.suppress(OSError):  # it has ended
-            waiting += (process / "task" / process.name / "children").read_text().split()
+            children = process / "task" / process.name / "children"
+            waiting += children.read_text().split()
             for line in (process / "smaps_rollup").read_text().splitlines():
-                if (kind := line.split()[0]) in kinds:
-                    found[kinds[kind]] += int(line.split()[1]) / 2**20
+                words = line.split()
+                if words[0] in kinds:
+                    found[kinds[words[0]]] += int(words[1]) / 2**20
     return found
 
 
@@ -135,52 +155,86 @@ def drop_caches() -> None:
 
 
 def write_model(folder: Path) -> None:
-    """Random weights of Qwen-Image, unless they are there."""
+    """Write random weights of Qwen-Image, unless they are there."""
     if not (folder / "model_index.json").exists():
         build = [sys.executable, "tools/build_random_pipeline.py", "--published", "qwenimage", str(folder)]
         subprocess.run(build, check=True)
 
 
 def pending(args: argparse.Namespace) -> list[tuple[str, int]]:
-    """What is not measured yet: each configuration on the asked numbers of GPUs, else on powers of two, few before
-    many; at the end `reward`, on all but one."""
+    """Return the configurations that are not measured yet, each with a number of GPUs: those of --gpus, else powers of
+    two, few before many; at the end `reward`, on all GPUs but one."""
     most = torch.cuda.device_count()
-    powers_of_two = [2**power for power in range(most.bit_length()) if 2**power <= most]
-    counts = args.gpus or powers_of_two
-    measured = {(line["configuration"], line["gpus"]) for line in read(args.lines)}
-    runs = [(name, count) for count in counts for name in args.runs if name != "reward"]
-    runs += [("reward", most - 1)] if "reward" in args.runs else []
+    counts = args.gpus or powers_of_two(most)
+    runs = []
+    for count in counts:
+        runs += [(name, count) for name in args.runs if name != "reward"]
+    if "reward" in args.runs:
+        runs.append(("reward", most - 1))
+    measured = [(line["configuration"], line["gpus"]) for line in read(args.lines)]
     return [run for run in runs if run not in measured]
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4 and so on, up to a number."""
+    powers = []
+    power = 1
+    while power <= most:
+        powers.append(power)
+        power *= 2
+    return powers
 
 
 def measure(args: argparse.Namespace, end_s: float, stack: contextlib.ExitStack) -> None:
     """Run what is pending wherever GPUs are free and write a line for each."""
-    jobs, left, free = [], pending(args), list(range(torch.cuda.device_count()))
+    jobs = []
+    left = pending(args)
+    free = list(range(torch.cuda.device_count()))
     while jobs or (left and time.monotonic() < end_s):
-        for name, count in list(left) if time.monotonic() < end_s else []:
-            if len(free) >= count and not (jobs and RUNS[name].alone):
-                left.remove((name, count))
-                jobs.append(Job(name, [free.pop(0) for _ in range(count)], args, stack))
+        if time.monotonic() < end_s:
+            begin(left, free, jobs, args, stack)
         time.sleep(1)
-        for job in [job for job in jobs if not job.is_running()]:
-            jobs.remove(job)
-            free = sorted([*free, *job.gpus])
-            write(args.lines, job.line())
+        for job in list(jobs):
+            if not job.is_running():
+                jobs.remove(job)
+                free += job.gpus
+                free.sort()
+                write(args.lines, job.line())
+
+
+def begin(
+    left: list[tuple[str, int]],
+    free: list[int],
+    jobs: list[Job],
+    args: argparse.Namespace,
+    stack: contextlib.ExitStack,
+) -> None:
+    """Start what is left as far as GPUs are free: move runs from `left` to `jobs`, and take their GPUs from `free`."""
+    for run in list(left):
+        name, count = run
+        has_to_wait = RUNS[name].alone and jobs
+        if len(free) >= count and not has_to_wait:
+            left.remove(run)
+            gpus = free[:count]
+            del free[:count]
+            jobs.append(Job(name, gpus, args, stack))
 
 
 def start_servers(gpu: int, folder: Path, stack: contextlib.ExitStack) -> list[str]:
-    """Their addresses, once they answer."""
+    """Serve a scorer of random weights on a GPU, at each of PORTS; return the addresses once all answer."""
     clip_model().save_pretrained(folder)
     CLIPProcessor(CLIPImageProcessor(), clip_tokenizer()).save_pretrained(folder)
     device = f"cuda:{gpu}" if torch.cuda.is_available() else "cpu"
     serve = [sys.executable, "scripts/serve_reward.py", "pickscore", "--device", device, "--options"]
     options = json.dumps(dict(model=str(folder), processor=str(folder)))
+    urls = []
     for port in PORTS:
         stack.enter_context(started([*serve, options, "--port", str(port)]))
-    urls = [f"http://127.0.0.1:{port}" for port in PORTS]
+        urls.append(f"http://127.0.0.1:{port}")
     server = Server(urls)
-    while not all(answers(server, url) for url in urls):
-        time.sleep(1)
+    for url in urls:
+        while not answers(server, url):
+            time.sleep(1)
     return urls
 
 
@@ -191,38 +245,56 @@ def answers(server: Server, url: str) -> bool:
 
 
 def served_by(urls: list[str]) -> dict:
-    """config.reward.args of a reward with these servers; requests are small enough for both to share a batch."""
+    """Return config.reward.args of a reward with these servers; requests are small enough that both share a batch."""
     return {"pickscore": {"url": urls, "batch_size": 8}}
 
 
 def seconds_to_score(num_images: int, urls: list[str]) -> float:
-    """With nothing else going on."""
+    """Return the seconds that the servers need for some images with nothing else going on."""
     pool = Pool(torch.device("cpu"), {"pickscore": 1.0}, (), Reward(args=served_by(urls)))
-    images, prompts = torch.rand(num_images, 3, 512, 512), [Prompt("a red circle")] * num_images
+    images = torch.rand(num_images, 3, 512, 512)
+    prompts = [Prompt("a red circle")] * num_images
     start = time.perf_counter()
     pool.submit(images, prompts)()
     return time.perf_counter() - start
 
 
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write(path: Path, line: dict) -> None:
+    # The file comes about with the first run that ends, even if that one has failed.
     with path.open("a") as file:
-        file.write(json.dumps(line) + "\n" if line else "")
+        if line:
+            file.write(json.dumps(line) + "\n")
+
+
+COLUMNS = [
+    "images_per_s",
+    "collectives/cpu_s",
+    "collectives/gpu_s",
+    "parity/log_prob_abs_diff_max",
+    "first_update_s",
+    "host/own_gib",
+    "host/files_gib",
+    "memory/reserved_gib",
+    "hidden_share",
+]
 
 
 def table(lines: list[dict]) -> str:
-    """Each line, and its images per second as a share of what as many single GPUs make."""
-    single = {line["configuration"]: line["images_per_s"] for line in lines if line["gpus"] == 1}
-    columns = "images_per_s", "collectives/cpu_s", "collectives/gpu_s", "parity/log_prob_abs_diff_max"
-    columns += "first_update_s", "host/own_gib", "host/files_gib", "memory/reserved_gib", "hidden_share"
-    rows = [("configuration", "gpus", "efficiency", *columns)]
+    """Return a table of all lines, with images per second as a share of what as many single GPUs make."""
+    of_one_gpu = {line["configuration"]: line["images_per_s"] for line in lines if line["gpus"] == 1}
+    rows = [["configuration", "gpus", "efficiency", *COLUMNS]]
     for line in lines:
-        alone = single.get(line["configuration"], float("nan")) * line["gpus"]
-        figures = [line["images_per_s"] / alone, *(line.get(name, float("nan")) for name in columns)]
-        rows.append((line["configuration"], str(line["gpus"]), *(f"{figure:.3g}" for figure in figures)))
+        ideal = of_one_gpu.get(line["configuration"], math.nan) * line["gpus"]
+        figures = [line["images_per_s"] / ideal]
+        figures += [line.get(name, math.nan) for name in COLUMNS]
+        cells = [f"{figure:.3g}" for figure in figures]
+        rows.append([line["configuration"], str(line["gpus"]), *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -31,7 +31,7 @@ LIMITS = {
     "config": (0, 0, 0, 0, 0),
     "scripts": (0, 0, 0, 0, 0),
     "tools": (40, 5, 1, 1, 18),
-    "benchmarks": (21, 0, 1, 2, 9),
+    "benchmarks": (0, 0, 0, 0, 0),
     "tests": (66, 13, 19, 7, 58),
     "flow_grpo/algorithms": (0, 0, 0, 0, 0),
     "flow_grpo/base": (0, 0, 0, 0, 0),
