@@ -17,7 +17,7 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo.algorithms import losses
-from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
+from flow_grpo.algorithms.rollout import StepRows, StoredSteps, concat
 from flow_grpo.base import rng
 from flow_grpo.data.prompts import Batch
 from flow_grpo.run import rewards
@@ -42,7 +42,7 @@ from flow_grpo.settings.sections import Sample
 
 
 @declared.ours("rollout")
-def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
+def rollout(run: Run, epoch: int) -> tuple[StoredSteps, list[rewards.Submitted]]:
     """Sample with SDE steps inside the window and ODE steps outside it. Returns the noisy steps, and the images that
     are being scored."""
 
@@ -85,7 +85,7 @@ def window_at(sample: Sample, seed: int, epoch: int, block: int, updates: int) -
 
 
 @declared.ours("add_gradients")
-def add_gradients(run: Run, rows: Minibatch) -> None:
+def add_gradients(run: Run, rows: StepRows) -> None:
     """Add the gradients of train.objective (by default Flow-GRPO's, eq. 5) and of the KL to the reference, over a
     minibatch of (image, step) rows."""
     train = run.config.train

@@ -21,7 +21,7 @@ from torch import Tensor
 from train_qwenimage import rollout
 
 from flow_grpo.algorithms import losses
-from flow_grpo.algorithms.rollout import Minibatch
+from flow_grpo.algorithms.rollout import StepRows
 from flow_grpo.base.errors import UserError
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.run import rewards
@@ -60,7 +60,7 @@ def load_teacher(run: Run, folder: str) -> Ema:
 
 
 @torch.no_grad()
-def teacher_means(run: Run, rows: Minibatch, teachers: list[Ema]) -> list[Tensor]:
+def teacher_means(run: Run, rows: StepRows, teachers: list[Ema]) -> list[Tensor]:
     """Mean of each teacher's steps from the stored latents, [R, ...].
 
     Call it before the student's forward: it swaps weights in place, which the student's graph would not survive.
@@ -73,7 +73,7 @@ def teacher_means(run: Run, rows: Minibatch, teachers: list[Ema]) -> list[Tensor
 
 
 @declared.ours("add_gradients")
-def add_gradients(run: Run, rows: Minibatch, teachers: list[Ema]) -> None:
+def add_gradients(run: Run, rows: StepRows, teachers: list[Ema]) -> None:
     """Add the gradients of the KL from the student's step to the teachers', over a minibatch of (image, step) rows."""
     means = teacher_means(run, rows, teachers)
     step = recompute_steps(run, rows)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flow_grpo.algorithms import losses, ratio_statistics, schedules
 from flow_grpo.algorithms.flow_matching import noised, stratified_timesteps
-from flow_grpo.algorithms.rollout import Minibatch, Rollout, concat
+from flow_grpo.algorithms.rollout import FinishedImages, ImageRows, concat
 from flow_grpo.algorithms.surrogates import ForwardStep, Surrogate
 from flow_grpo.base import rng
 from flow_grpo.data.prompts import Batch
@@ -40,7 +40,7 @@ OLD = "old"
 
 
 @declared.ours("rollout")
-def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
+def rollout(run: Run, epoch: int) -> tuple[FinishedImages, list[rewards.Submitted]]:
     """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained. Returns
     both, and the images that are being scored."""
     stored = []
@@ -59,13 +59,13 @@ def without_noise(batch: Batch) -> range:
     return range(0)
 
 
-def finished_images(run: Run, epoch: int, batch: Batch, samples: Samples) -> Rollout:
+def finished_images(run: Run, epoch: int, batch: Batch, samples: Samples) -> FinishedImages:
     """Record of the images of a batch, each with K of the sampled noise levels, drawn from equal shares of these."""
     generators = []
     for image in batch.image_numbers:
         generators.append(rng.generator(run.config.seed, "timesteps", epoch, noise_index(run, image)))
     levels = run.scheduler.timesteps[:-1]
-    return Rollout(
+    return FinishedImages(
         image_numbers=torch.tensor(batch.image_numbers),
         condition=run.embed(batch.prompts),
         timesteps=stratified_timesteps(levels, run.plan.num_trained_steps, generators),
@@ -85,7 +85,7 @@ def noise_index(run: Run, image: int) -> int:
     return image
 
 
-def draw_noise(run: Run, rows: Minibatch) -> Tensor:
+def draw_noise(run: Run, rows: ImageRows) -> Tensor:
     """Noise of the rows' images [R, N, C], another one for each image, timestep and pass over the rollout."""
     generators = []
     for image, step in rows.row_ids.tolist():
@@ -94,7 +94,7 @@ def draw_noise(run: Run, rows: Minibatch) -> Tensor:
     return rng.normal(rows.x_0.shape[1:], generators, run.device)
 
 
-def frozen_velocities(run: Run, rows: Minibatch, x_t: Tensor) -> tuple[Tensor, Tensor | None]:
+def frozen_velocities(run: Run, rows: ImageRows, x_t: Tensor) -> tuple[Tensor, Tensor | None]:
     """Velocities of the old policy and of the reference (None where train.beta is 0).
 
     Call it before the trained policy's forward: it swaps weights in place, which that policy's graph would not survive.
@@ -111,7 +111,7 @@ def frozen_velocities(run: Run, rows: Minibatch, x_t: Tensor) -> tuple[Tensor, T
 
 
 @declared.ours("add_gradients")
-def add_gradients(run: Run, rows: Minibatch) -> None:
+def add_gradients(run: Run, rows: ImageRows) -> None:
     """Add the gradients of train.forward_objective, of flow matching and of the distance to the reference, over a
     minibatch of (image, timestep) rows that are noised afresh."""
     train = run.config.train

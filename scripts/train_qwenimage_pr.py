@@ -20,7 +20,7 @@ from torch import Tensor
 from train_qwenimage import add_gradients
 
 from flow_grpo.algorithms.batch_plan import BatchPlan
-from flow_grpo.algorithms.rollout import Rollout, concat
+from flow_grpo.algorithms.rollout import StoredSteps, concat
 from flow_grpo.run import rewards
 from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch, to_rollout
@@ -28,7 +28,7 @@ from flow_grpo.settings import declared
 
 
 @declared.ours("rollout")
-def rollout(run: Run, epoch: int) -> tuple[Rollout, list[rewards.Submitted]]:
+def rollout(run: Run, epoch: int) -> tuple[StoredSteps, list[rewards.Submitted]]:
     """Sample trunks and their branches. Returns the steps at which branches leave, and the branches that are being
     scored."""
     # Never the last step: its density is a spike.

@@ -16,7 +16,7 @@ from train_qwenimage import window_at
 
 from flow_grpo.algorithms.advantages import group_advantages, has_signal
 from flow_grpo.algorithms.batch_plan import BatchPlan, num_trained_steps, plan_batches, plan_pairs
-from flow_grpo.algorithms.rollout import Rollout, shuffled_updates
+from flow_grpo.algorithms.rollout import StoredSteps, shuffled_updates
 from flow_grpo.base import folders
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import checks, command_line
@@ -198,7 +198,7 @@ def numbered_rollout(images, steps, outcomes):
     of_image = image_numbers.float()
     of_step = of_image[:, None] * 100 + torch.arange(float(steps))
     of_outcome = of_step[:, :, None] * 100 + torch.arange(float(outcomes))
-    return Rollout(
+    rollout = StoredSteps(
         image_numbers=image_numbers,
         condition=Condition(of_image.view(-1, 1, 1)),
         timesteps=of_step,
@@ -207,9 +207,9 @@ def numbered_rollout(images, steps, outcomes):
         means=of_step[..., None, None],
         log_probs=of_outcome,
         step_weights=of_step,
-        advantages=of_outcome,
-        loss_weight=of_outcome,
     )
+    rollout.advantages = rollout.loss_weight = of_outcome
+    return rollout
 
 
 def assert_holds_its_rows(rows, outcomes):

@@ -86,6 +86,15 @@ def test_advantages_are_logged_with_the_update_that_trains_them_also_where_all_a
         assert logged["advantage_positive_share"] == pytest.approx((trained > 0).float().mean().item())
 
 
+def test_a_rollout_without_rewards_gives_no_loss_that_could_be_trained():
+    """Whoever forgets its advantages is told by the error of a loss that is not finite."""
+    rollout = concat([sampled(range(BATCH)), sampled(range(BATCH, 2 * BATCH))])
+    rows = rollout.take(torch.arange(6), 6)
+    assert rows.advantages.shape == rows.loss_weight.shape == (6,)
+    assert not rows.advantages.isfinite().any()
+    assert not rows.loss_weight.isfinite().any()
+
+
 def test_an_error_names_the_row_of_an_outcome():
     rows = TrainedRows(torch.zeros(3 * OUTCOMES), torch.tensor([[4, 0], [7, 2], [5, 1]]))
     assert [rows.row_id(torch.tensor(outcome)) for outcome in (1, 2, 5)] == [(4, 0), (7, 2), (5, 1)]
@@ -100,8 +109,7 @@ def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(nam
     def wrong(*args, **options):
         found = plain(*args, **options)
         found.log_probs += 1e-3
-        if found.means is not None:
-            found.means += 1e-3
+        found.means += 1e-3
         return found
 
     settings = shallow | dict(num_epochs=1, eval_freq=0, sample__num_prompts_per_epoch=1)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flow_grpo.algorithms.rollout import Rollout
+from flow_grpo.algorithms.rollout import StoredSteps
 from flow_grpo.base import rng
 from flow_grpo.base.formatting import markdown_table
 from flow_grpo.command_line import checks, command_line
@@ -86,7 +86,7 @@ def change_weights(run, number: int) -> None:
     run.step += 1
 
 
-def forward(run, seen, rollout: Rollout, rows: Tensor, size=0, change=lambda rows: rows, mode=torch.enable_grad):
+def forward(run, seen, rollout: StoredSteps, rows: Tensor, size=0, change=lambda rows: rows, mode=torch.enable_grad):
     """What the update says of `rows`, image * K + step, in minibatches of `size`, each changed, inside mode()."""
     forwards, plan = [], run.plan
     run.plan = replace(plan, batch_size=size or plan.batch_size)
@@ -103,7 +103,7 @@ def forward(run, seen, rollout: Rollout, rows: Tensor, size=0, change=lambda row
     return Forward(*(torch.cat(column) for column in zip(*forwards)))
 
 
-def causes(run, rollout: Rollout, before: Callable | None) -> dict[str, dict]:
+def causes(run, rollout: StoredSteps, before: Callable | None) -> dict[str, dict]:
     """What may differ between two forwards of the same rows, as arguments of `forward`.
 
     before: () -> context in which the weights are those of before their change.
@@ -148,13 +148,13 @@ def other_graph(run) -> Iterator[None]:
             vars(module).pop("forward", None)
 
 
-def some_rows(rollout: Rollout, size: int) -> Tensor:
+def some_rows(rollout: StoredSteps, size: int) -> Tensor:
     """NUM_MINIBATCHES of `size` (image, step) rows at random."""
     order = torch.randperm(len(rollout.image_numbers) * rollout.num_steps, generator=rng.generator(0, "rows"))
     return order[: NUM_MINIBATCHES * size]
 
 
-def by_cause(run, seen, rollout: Rollout, rows: Tensor, before: Callable | None) -> dict[str, Tensor]:
+def by_cause(run, seen, rollout: StoredSteps, rows: Tensor, before: Callable | None) -> dict[str, Tensor]:
     """The log-probs of `rows` with each cause."""
     shuffled = torch.randperm(len(rows), generator=rng.generator(0, "neighbours"))
     others = forward(run, seen, rollout, rows[shuffled])
@@ -166,7 +166,7 @@ def by_cause(run, seen, rollout: Rollout, rows: Tensor, before: Callable | None)
     return log_probs
 
 
-def first_difference(run, epoch: int, rollout: Rollout, seen: list[Seen], plain: Forward, rows: Tensor) -> str:
+def first_difference(run, epoch: int, rollout: StoredSteps, seen: list[Seen], plain: Forward, rows: Tensor) -> str:
     """Of what follows from one another: window, latents, text, velocity, mean, log-prob; "" if all are equal."""
     index = rows.to(rollout.latents.device)
     image_index, step_index = index // rollout.num_steps, index % rollout.num_steps
@@ -188,7 +188,7 @@ def first_difference(run, epoch: int, rollout: Rollout, seen: list[Seen], plain:
     return next((name for name, a, b in zip(names, noted, plain) if not torch.equal(a, b)), "")
 
 
-def planned(run, epoch: int, rollout: Rollout) -> Tensor:
+def planned(run, epoch: int, rollout: StoredSteps) -> Tensor:
     """[B, K] f32: the timesteps that should have been noisy."""
     timesteps, sample = run.scheduler.timesteps.cpu(), run.config.sample
     if run.plan.num_branches > 1:

@@ -32,19 +32,19 @@ def group_stats(rewards: Tensor, groups: Tensor) -> GroupStats:
     return GroupStats(mean, std.where(std > FLAT * mean.abs(), 0.0), group)
 
 
+def sum_of(terms: list[Tensor]) -> Tensor:
+    """Sum of tensors of one shape, in their order."""
+    return sum(terms, torch.zeros_like(terms[0]))
+
+
 def stats_of_sum(rewards: dict[str, Tensor], weights: dict[str, float], groups: Tensor) -> GroupStats:
     """Mean and std of the weighted sum in each group; std 0 where the sums differ by the terms' rounding alone.
 
     Terms that cancel leave their rounding, which is small beside each term but not beside their sum.
     """
-    total = 0
-    total_size = 0
-    for name, weight in weights.items():
-        term = weight * rewards[name].double()
-        total = total + term
-        total_size = total_size + term.abs()
-    stats = group_stats(total, groups)
-    mean_size = group_stats(total_size, groups).mean
+    terms = [weight * rewards[name].double() for name, weight in weights.items()]
+    stats = group_stats(sum_of(terms), groups)
+    mean_size = group_stats(sum_of([term.abs() for term in terms]), groups).mean
     return stats._replace(std=stats.std.where(stats.std > FLAT * mean_size, 0.0))
 
 
@@ -87,12 +87,10 @@ def combined_advantages(
             drowned by another's larger spread, then sums and standardises over all images (GDPO, arXiv:2601.05242).
     """
     if aggregation == "sum":
-        weighted_sum = sum(weight * rewards[name].double() for name, weight in weights.items())
+        weighted_sum = sum_of([weight * rewards[name].double() for name, weight in weights.items()])
         advantages = group_advantages(weighted_sum, groups, global_std)
         return advantages.where(has_signal(rewards, weights, groups), 0.0).float()
-    total = 0
-    for name, weight in weights.items():
-        total = total + weight * group_advantages(rewards[name], groups, global_std)
+    total = sum_of([weight * group_advantages(rewards[name], groups, global_std) for name, weight in weights.items()])
     return (total - total.mean()) / (total.std(unbiased=False) + 1e-4)
 
 

@@ -4,9 +4,11 @@ B images of a rank, K trained steps of each, J outcomes of each step (1 in a win
 C channels, R rows of a minibatch.
 """
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,8 +21,49 @@ from flow_grpo.diffusers_patch.request import TracedStep
 
 
 @dataclass
-class Rollout:
-    """Images of one rank: noisy steps and their outcomes, or finished images (x_0) that the update noises itself.
+class Minibatch:
+    """R rows of a rollout, in random order: `StepRows` or `ImageRows`."""
+
+    row_ids: Tensor  # [R, 2] int64 on the CPU, (global image, trained step): names a row in an error
+    num_rows: int  # of the whole update, on this rank
+    inner_epoch: int  # passes over this rollout before this one
+    condition: Condition  # R rows
+    timesteps: Tensor  # [R] f32
+    advantages: Tensor  # [R * J] f32
+    loss_weight: Tensor  # [R * J] f32
+
+
+@dataclass
+class StepRows(Minibatch):
+    """R stored noisy steps; the J outcomes of a row are neighbours."""
+
+    latents: Tensor  # [R, N, C] f32
+    next_latents: Tensor  # [R * J, N, C] f32
+    means: Tensor  # [R * J, N, C] f32
+    log_probs: Tensor  # [R * J] f32
+    step_weights: Tensor  # [R * J] f32
+
+
+@dataclass
+class ImageRows(Minibatch):
+    """R finished images, each at one timestep; J is 1."""
+
+    x_0: Tensor  # [R, N, C] f32
+
+
+class RowIndex(NamedTuple):
+    """Places of R rows in tensors [B, K, ...]."""
+
+    images: Tensor  # [R] int64, below B
+    steps: Tensor  # [R] int64, below K
+
+
+Rows = TypeVar("Rows", bound=Minibatch)
+
+
+@dataclass
+class Rollout(ABC, Generic[Rows]):
+    """Images of one rank: `StoredSteps`, or `FinishedImages` that the update noises itself.
 
     A row of the update is one (image, step); the outcomes of a step share its velocity.
     """
@@ -28,28 +71,19 @@ class Rollout:
     image_numbers: Tensor  # [B] int64 on the CPU, global within the epoch
     condition: Condition  # B rows
     timesteps: Tensor  # [B, K] f32, scheduler units (1000 * sigma)
-    x_0: Tensor | None = None  # [B, N, C] f32, finished images
-    latents: Tensor | None = None  # [B, K, N, C] f32, before each trained step
-    next_latents: Tensor | None = None  # [B, K, J, N, C] f32, the outcomes of the step
-    means: Tensor | None = None  # [B, K, N, C] f32, of the Gaussians that the outcomes were drawn from
-    log_probs: Tensor | None = None  # [B, K, J] f32, under the policy that drew the outcomes
-    step_weights: Tensor | None = None  # [B, K] f32, loss weight of the step
-    advantages: Tensor | None = None  # [B] of images or [B, K, J] of outcomes, f32; None until rewards are there
-    loss_weight: Tensor | None = None  # like advantages, mean 1 over all ranks; 0 for rows that are masked or filtered
+    advantages: Tensor = field(init=False)  # [B] of images or [B, K, J] of outcomes, f32; NaN until rewards are there
+    loss_weight: Tensor = field(init=False)  # like advantages, mean 1 over all ranks; 0 for what is masked or filtered
+
+    def __post_init__(self) -> None:
+        self.advantages = self.timesteps.new_full([len(self.timesteps)], math.nan)
+        self.loss_weight = self.advantages.clone()
 
     @property
     def num_steps(self) -> int:
         """Trained steps of each image, K."""
         return self.timesteps.shape[1]
 
-    @property
-    def num_outcomes(self) -> int:
-        """Outcomes of each trained step, J."""
-        if self.log_probs is None:
-            return 1
-        return self.log_probs.shape[2]
-
-    def take(self, rows: Tensor, num_rows: int, inner_epoch: int = 0) -> "Minibatch":
+    def take(self, rows: Tensor, num_rows: int, inner_epoch: int = 0) -> Rows:
         """Return a minibatch of rows.
 
         Args:
@@ -60,66 +94,67 @@ class Rollout:
         steps = rows % self.num_steps
         device = self.timesteps.device
         at = RowIndex(images.to(device, non_blocking=True), steps.to(device, non_blocking=True))
-        next_latents = _take_steps(self.next_latents, at)
-        if next_latents is not None:
-            next_latents = next_latents.flatten(0, 1)
-        return Minibatch(
+        return self._rows(
+            at,
             row_ids=torch.stack([self.image_numbers[images], steps], 1),
             num_rows=num_rows,
             inner_epoch=inner_epoch,
             condition=self.condition.take(at.images),
             timesteps=self.timesteps[at.images, at.steps],
-            x_0=None if self.x_0 is None else self.x_0[at.images],
-            latents=_take_steps(self.latents, at),
-            next_latents=next_latents,
-            means=_take_steps(self.means, at, self.num_outcomes),
-            log_probs=_take_outcomes(self.log_probs, at),
-            step_weights=_take_steps(self.step_weights, at, self.num_outcomes),
             advantages=_take_outcomes(self.advantages, at),
             loss_weight=_take_outcomes(self.loss_weight, at),
         )
 
-
-class RowIndex(NamedTuple):
-    """Places of R rows in tensors [B, K, ...]."""
-
-    images: Tensor  # [R] int64, below B
-    steps: Tensor  # [R] int64, below K
-
-
-def _take_steps(values: Tensor | None, at: RowIndex, repeats: int = 1) -> Tensor | None:
-    """Values of the rows' steps, each `repeats` times, [R * repeats, ...], from [B, K, ...]."""
-    if values is None:
-        return None
-    return values[at.images, at.steps].repeat_interleave(repeats, 0)
-
-
-def _take_outcomes(values: Tensor | None, at: RowIndex) -> Tensor | None:
-    """Values of the rows' outcomes, [R * J], from [B, K, J], or from one of each image, [B], if J is 1."""
-    if values is None:
-        return None
-    if values.ndim == 1:
-        return values[at.images]
-    return values[at.images, at.steps].flatten()
+    @abstractmethod
+    def _rows(self, at: RowIndex, **shared: Any) -> Rows:
+        """Make a minibatch of the fields that every minibatch has, and of this rollout's own."""
 
 
 @dataclass
-class Minibatch:
-    """R rows of a rollout, in random order; None for a field that the rollout does not have."""
+class StoredSteps(Rollout[StepRows]):
+    """Noisy steps of B images, and what came out of each."""
 
-    row_ids: Tensor  # [R, 2] int64 on the CPU, (global image, trained step): names a row in an error
-    num_rows: int  # of the whole update, on this rank
-    inner_epoch: int  # passes over this rollout before this one
-    condition: Condition  # R rows
-    timesteps: Tensor  # [R] f32
-    x_0: Tensor | None  # [R, N, C] f32
-    latents: Tensor | None  # [R, N, C] f32
-    next_latents: Tensor | None  # [R * J, N, C] f32, the J outcomes of a row are neighbours
-    means: Tensor | None  # [R * J, N, C] f32
-    log_probs: Tensor | None  # [R * J] f32
-    step_weights: Tensor | None  # [R * J] f32
-    advantages: Tensor | None  # [R * J] f32
-    loss_weight: Tensor | None  # [R * J] f32
+    latents: Tensor  # [B, K, N, C] f32, before each trained step
+    next_latents: Tensor  # [B, K, J, N, C] f32, the outcomes of the step
+    means: Tensor  # [B, K, N, C] f32, of the Gaussians that the outcomes were drawn from
+    log_probs: Tensor  # [B, K, J] f32, under the policy that drew the outcomes
+    step_weights: Tensor  # [B, K] f32, loss weight of the step
+
+    @property
+    def num_outcomes(self) -> int:
+        """Outcomes of each trained step, J."""
+        return self.log_probs.shape[2]
+
+    def _rows(self, at: RowIndex, **shared: Any) -> StepRows:
+        # A row's outcomes share its mean and its weight.
+        return StepRows(
+            **shared,
+            latents=self.latents[at.images, at.steps],
+            next_latents=self.next_latents[at.images, at.steps].flatten(0, 1),
+            means=self.means[at.images, at.steps].repeat_interleave(self.num_outcomes, 0),
+            log_probs=_take_outcomes(self.log_probs, at),
+            step_weights=self.step_weights[at.images, at.steps].repeat_interleave(self.num_outcomes, 0),
+        )
+
+
+@dataclass
+class FinishedImages(Rollout[ImageRows]):
+    """B finished images, and the K timesteps at which each will be trained."""
+
+    x_0: Tensor  # [B, N, C] f32
+
+    def _rows(self, at: RowIndex, **shared: Any) -> ImageRows:
+        return ImageRows(**shared, x_0=self.x_0[at.images])
+
+
+AnyRollout = TypeVar("AnyRollout", bound=Rollout)
+
+
+def _take_outcomes(values: Tensor, at: RowIndex) -> Tensor:
+    """Values of the rows' outcomes, [R * J], from [B, K, J], or from one of each image, [B], if J is 1."""
+    if values.ndim == 1:
+        return values[at.images]
+    return values[at.images, at.steps].flatten()
 
 
 class TrainedRows(NamedTuple):
@@ -137,7 +172,7 @@ class TrainedRows(NamedTuple):
 
 def from_trace(
     trace: list[TracedStep], condition: Condition, image_numbers: list[int], *, num_trained_steps: int, step_weight: str
-) -> Rollout:
+) -> StoredSteps:
     """Make a rollout of the noisy steps of B images, of which it keeps the first `num_trained_steps`.
 
     Args:
@@ -148,7 +183,7 @@ def from_trace(
     # A step has B * J rows; the outcomes of an image share its mean and its std.
     by_image = (len(image_numbers), -1)
     stds = [traced.step.transition_std.view(by_image)[:, 0] for traced in trace]
-    return Rollout(
+    return StoredSteps(
         image_numbers=torch.tensor(image_numbers),
         condition=condition,
         timesteps=torch.stack([traced.timestep for traced in trace], 1),
@@ -160,8 +195,9 @@ def from_trace(
     )
 
 
-def concat(rollouts: list[Rollout]) -> Rollout:
-    """Join rollouts along B, in the order of their images' numbers: they were stored in the order of completion."""
+def concat(rollouts: list[AnyRollout]) -> AnyRollout:
+    """Join rollouts along B, before rewards are there, in the order of their images' numbers: they were stored in the
+    order of completion."""
     image_numbers = torch.cat([rollout.image_numbers for rollout in rollouts])
     order = image_numbers.argsort()
     is_sorted = torch.equal(order, torch.arange(len(order)))
@@ -169,18 +205,16 @@ def concat(rollouts: list[Rollout]) -> Rollout:
     if not is_sorted:
         condition = condition.take(order.to(rollouts[0].timesteps.device))
     tensors = {}
-    for field in fields(Rollout):
-        parts = [getattr(rollout, field.name) for rollout in rollouts]
-        if field.name == "condition" or parts[0] is None:
-            continue
-        whole = torch.cat(parts)
-        tensors[field.name] = whole if is_sorted else whole[order.to(whole.device)]
-    return Rollout(condition=condition, **tensors)
+    for column in fields(rollouts[0]):
+        if column.name != "condition" and column.init:
+            whole = torch.cat([getattr(rollout, column.name) for rollout in rollouts])
+            tensors[column.name] = whole if is_sorted else whole[order.to(whole.device)]
+    return type(rollouts[0])(condition=condition, **tensors)
 
 
 def shuffled_updates(
-    rollout: Rollout, plan: BatchPlan, seed: int, epoch: int, inner_epoch: int
-) -> Iterator[list[Minibatch]]:
+    rollout: Rollout[Rows], plan: BatchPlan, seed: int, epoch: int, inner_epoch: int
+) -> Iterator[list[Rows]]:
     """Yield the minibatches of `plan.batch_size` rows of each optimizer step of one inner epoch.
 
     Each batch of the rollout gives an equal, randomly drawn part of its rows to every optimizer step: the draw depends

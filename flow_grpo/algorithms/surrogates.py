@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.flow_matching import velocity_error
-from flow_grpo.algorithms.rollout import Minibatch
+from flow_grpo.algorithms.rollout import StepRows
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
 from flow_grpo.settings.sections import Train
 
@@ -40,13 +40,13 @@ class ForwardStep(NamedTuple):
 # and advantages [R * J] are within train.adv_clip_max.
 
 
-def clip(step: SDEStep, rows: Minibatch, advantages: Tensor, train: Train) -> Surrogate:
+def clip(step: SDEStep, rows: StepRows, advantages: Tensor, train: Train) -> Surrogate:
     """PPO's clipped ratio (Flow-GRPO, arXiv:2505.05470, eq. 5)."""
     loss = losses.clipped_surrogate(step.log_prob, rows.log_probs, advantages, train.clip_range)
     return Surrogate(loss, step.log_prob - rows.log_probs)
 
 
-def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: Train) -> Surrogate:
+def guard(step: SDEStep, rows: StepRows, advantages: Tensor, train: Train) -> Surrogate:
     """Clipped ratio without its bias and its step's noise scale (GRPO-Guard, arXiv:2510.22319)."""
     log_ratio = losses.guard_log_ratio(
         step.log_prob, rows.log_probs, step.prev_sample_mean, rows.means, step.transition_std
@@ -55,7 +55,7 @@ def guard(step: SDEStep, rows: Minibatch, advantages: Tensor, train: Train) -> S
     return Surrogate(loss, log_ratio)
 
 
-def dppo(step: SDEStep, rows: Minibatch, advantages: Tensor, train: Train) -> Surrogate:
+def dppo(step: SDEStep, rows: StepRows, advantages: Tensor, train: Train) -> Surrogate:
     """Ratio within a bound of the step's KL, in place of a bound of the ratio (Flow-DPPO, arXiv:2606.11025)."""
     log_ratio = step.log_prob - rows.log_probs
     kl = losses.gaussian_kl(step.prev_sample_mean, rows.means, step.transition_std)

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithms.rollout import Rollout, from_trace
+from flow_grpo.algorithms.rollout import StoredSteps, from_trace
 from flow_grpo.base import distributed, rng
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data import prompts
@@ -164,7 +164,7 @@ def _group_noise(run: Run, epoch: int, batch: Batch) -> Tensor:
     return run.model.noise(run.size, generators)
 
 
-def to_rollout(run: Run, samples: Samples, batch: Batch) -> Rollout:
+def to_rollout(run: Run, samples: Samples, batch: Batch) -> StoredSteps:
     """Record the noisy steps of a batch's images as the update needs them."""
     return from_trace(
         samples.trace,

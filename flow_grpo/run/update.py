@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithms import ratio_statistics, schedules
-from flow_grpo.algorithms.rollout import Minibatch, Rollout, TrainedRows, shuffled_updates
+from flow_grpo.algorithms.rollout import Minibatch, Rollout, Rows, StepRows, StoredSteps, TrainedRows, shuffled_updates
 from flow_grpo.base import distributed
 from flow_grpo.base.formatting import quoted
 from flow_grpo.data import prompts
@@ -20,7 +20,7 @@ from flow_grpo.weights import fsdp_utils, offload
 
 
 @torch.no_grad()
-def recompute_log_probs(run: Run, rollout: Rollout) -> None:
+def recompute_log_probs(run: Run, rollout: StoredSteps) -> None:
     """Replace the rollout's log-probs and means by the training forward's, and log the difference, if
     train.old_log_prob is "recompute"."""
     if run.config.train.old_log_prob == "rollout":
@@ -41,7 +41,7 @@ def recompute_log_probs(run: Run, rollout: Rollout) -> None:
     run.epoch_metrics["parity/recomputed_abs_diff_max"] = gaps.max().item()
 
 
-def updates(run: Run, rollout: Rollout) -> Iterator[list[Minibatch]]:
+def updates(run: Run, rollout: Rollout[Rows]) -> Iterator[list[Rows]]:
     """Yield the minibatches of each optimizer step of the epoch, all inner epochs, under a progress bar."""
     train = run.config.train
     for inner_epoch in range(train.inner_epochs):
@@ -54,7 +54,7 @@ def update_guidance(config: Config) -> float:
     return config.train.guidance_scale or config.sample.guidance_scale
 
 
-def reference_steps(run: Run, rows: Minibatch) -> SDEStep | None:
+def reference_steps(run: Run, rows: StepRows) -> SDEStep | None:
     """Score the stored outcomes under the reference; None, without a forward, where train.beta is 0.
 
     Call it before `recompute_steps`: full weights are swapped in place, which no waiting graph would survive.
@@ -66,7 +66,7 @@ def reference_steps(run: Run, rows: Minibatch) -> SDEStep | None:
         return recompute_steps(run, rows, scale)
 
 
-def recompute_steps(run: Run, rows: Minibatch, guidance_scale: float | None = None) -> SDEStep:
+def recompute_steps(run: Run, rows: StepRows, guidance_scale: float | None = None) -> SDEStep:
     """Score the stored outcomes under the policy that the transformer carries: one forward of R rows, R * J log-probs.
 
     An update's last minibatch may be smaller than a batch of the rollout. It is filled up with copies of its last row:
@@ -100,7 +100,7 @@ def recompute_steps(run: Run, rows: Minibatch, guidance_scale: float | None = No
 
 
 @torch.no_grad()
-def record_ratios(run: Run, step: SDEStep, rows: Minibatch, log_ratio: Tensor, beyond: Tensor | None = None) -> None:
+def record_ratios(run: Run, step: SDEStep, rows: StepRows, log_ratio: Tensor, beyond: Tensor | None = None) -> None:
     """Log the statistics of a minibatch's ratios; before the epoch's first optimizer step also keep the log-ratios that
     `optimizer_step` compares with train.parity_limit.
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Objective:
     """A loss that train.objective (of noisy steps) or train.forward_objective (of finished images) names."""
 
-    # (SDEStep, Minibatch, advantages, config.train) -> Surrogate, or for finished images (ForwardStep, advantages,
+    # (SDEStep, StepRows, advantages, config.train) -> Surrogate, or for finished images (ForwardStep, advantages,
     # config.train) -> Surrogate; or MODULE:FUNCTION, which is imported when it is needed.
     loss: Callable[..., Any] | str
     card: str  # the method and its paper
