@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
@@ -124,13 +125,12 @@ def file_digests(files: dict[str, Path], memory: Path | None = None) -> dict[str
     return {name: current[str(path)][-1] for name, path in paths.items()}
 
 
-def _digest_entry(known: dict[str, list], file: Path) -> list:
+def _digest_entry(known: dict[str, Any], file: Path) -> list[Any]:
     """Return a file's size, times and digest. The digest is computed unless size and times are the known ones."""
     status = file.stat()
     entry = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     remembered = known.get(str(file))
-    is_whole = isinstance(remembered, list) and len(remembered) == 4 and isinstance(remembered[-1], str)
-    if is_whole and remembered[:-1] == entry:
+    if isinstance(remembered, list) and remembered[:-1] == entry and isinstance(remembered[-1], str):
         return remembered
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16))

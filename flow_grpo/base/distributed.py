@@ -90,14 +90,14 @@ def broadcast_object(value: Value) -> Value:
 
 def on_main(function: Callable[..., Value], *args: Any) -> Value:
     """Call on rank 0 while the others wait, and return its value on every rank. Errors are raised as by `on_all`."""
-    return broadcast_object(on_all(_call_on_main, function, *args))
+    return gather_objects(on_all(_values_on_main, function, *args))[0]
 
 
-def _call_on_main(function: Callable[..., Value], *args: Any) -> Value | None:
-    """Call on rank 0; do nothing on the others."""
+def _values_on_main(function: Callable[..., Value], *args: Any) -> list[Value]:
+    """Call on rank 0 and return its one value; return none on the others."""
     if is_main():
-        return function(*args)
-    return None
+        return [function(*args)]
+    return []
 
 
 def on_all(function: Callable[..., Value], *args: Any) -> Value:
@@ -106,10 +106,10 @@ def on_all(function: Callable[..., Value], *args: Any) -> Value:
     An error on any rank is raised on every rank, so that none waits for ever: a UserError or an OSError as such, others
     as a RuntimeError.
     """
-    value = None
+    values = []
     errors = []
     try:
-        value = function(*args)
+        values.append(function(*args))
     except Exception as error:
         errors.append(error)
     failures = gather_objects([_described(error) for error in errors])
@@ -118,7 +118,7 @@ def on_all(function: Callable[..., Value], *args: Any) -> Value:
     if failures:
         kind, message = failures[0]
         raise _SHARED_ERRORS.get(kind, RuntimeError)(message)
-    return value
+    return values[0]
 
 
 def _described(error: Exception) -> tuple[str, str]:
@@ -167,11 +167,11 @@ def any_rank(flag: bool) -> bool:
     return bool(flags.any())
 
 
-def gather_objects(values: list) -> list:
+def gather_objects(values: list[Value]) -> list[Value]:
     """Return the lists of all ranks joined in rank order, on every rank. Lengths may differ."""
     if not dist.is_initialized():
         return values
-    lists = [None] * dist.get_world_size()
+    lists: list[list[Value]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(lists, values)
     return list(itertools.chain.from_iterable(lists))
 

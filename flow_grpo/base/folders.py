@@ -124,26 +124,27 @@ def remove_leftovers(folder: Path, stem: str = "*", age_s: float = LEFTOVER_S) -
 
 def numbered_folders(first: Path) -> list[Path]:
     """Return what exists of `first`, NAME-2, NAME-3 and so on, the lowest number first, whatever it is."""
-    numbers = {path: _number_after(first, path) for path in first.parent.glob("*")}
-    members = [path for path, number in numbers.items() if number]
-    return sorted(members, key=numbers.get)
+    members = _by_number(first)
+    return [members[number] for number in sorted(members)]
 
 
-def _number_after(first: Path, path: Path) -> int | None:
-    """Return 1 for `first`, N for NAME-N, and None for other names."""
-    match = re.fullmatch(rf"{re.escape(first.name)}(?:-([2-9]|[1-9]\d+))?", path.name)
-    if match is None:
-        return None
-    return int(match[1] or 1)
+def _by_number(first: Path) -> dict[int, Path]:
+    """Return number -> path of what exists of `first`, which is 1, and of NAME-N."""
+    members = {}
+    for path in first.parent.glob("*"):
+        match = re.fullmatch(rf"{re.escape(first.name)}(?:-([2-9]|[1-9]\d+))?", path.name)
+        if match:
+            members[int(match[1] or 1)] = path
+    return members
 
 
 def make_new_folder(first: Path, key: str = "config.output_dir") -> Path:
     """Make a folder that was not there: `first`, or NAME-2, NAME-3, and so on. Two runs never get the same one."""
     number = 1
     folder = first
-    taken = numbered_folders(first)
+    taken = _by_number(first)
     if taken:
-        number = _number_after(first, taken[-1]) + 1
+        number = max(taken) + 1
         folder = first.with_name(f"{first.name}-{number}")
     # Another process may make the same folder in between. Only one of them can.
     while not make_folder(folder, key):

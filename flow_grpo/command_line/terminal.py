@@ -48,7 +48,7 @@ def _open_closed_descriptors() -> None:
 def _protected(stream: TextIO | None) -> TextIO:
     if stream is None:  # as Python has it where the descriptor was closed
         return Path(os.devnull).open("w", encoding="utf-8")
-    if type(stream) is not io.TextIOWrapper or not _is_a_descriptors(stream.buffer):
+    if type(stream) is not io.TextIOWrapper or not _writes_to_a_descriptor(stream):
         return stream
     stream.flush()
     return io.TextIOWrapper(
@@ -60,8 +60,8 @@ def _protected(stream: TextIO | None) -> TextIO:
     )
 
 
-def _is_a_descriptors(buffer: io.BufferedIOBase) -> bool:
+def _writes_to_a_descriptor(stream: io.TextIOWrapper) -> bool:
     """Return whether a stream's bytes go to a file of the system, and not yet through `_Descriptor`. With `python -u`
     they go there without a buffer."""
-    raw = getattr(buffer, "raw", buffer)
+    raw = getattr(stream.buffer, "raw", stream.buffer)
     return type(raw) is io.FileIO
