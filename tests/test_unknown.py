@@ -141,6 +141,7 @@ FILES = [  # what a file holds, how its run is named, words of the sentence
     (OURS.replace("return mine()", "return nothing()").replace("(mine,)", "(mine, another)"), "own.py:another",
      ["another in", "own.py, line 11: NameError"]),
     ("\nRUNS = (later,)\n", "own.py", ["own.py, line 2: NameError", "'later'"]),
+    ("config.seed = 1\n", "own.py", ["own.py, line 1: NameError", "'config'"]),
     ("import no_such_module\n", "own.py", ["own.py, line 1", "no_such_module"]),
     ("\n\ndef broken(:\n", "own.py", ["own.py, line 3", "SyntaxError"]),
     ("train:\n  beta: 0\n", "own.yaml", ["own.yaml is no Python file", "docs/reference/coming_from.md"]),

@@ -46,7 +46,7 @@ LIMITS = {
     "flow_grpo/rewards": (0, 0, 0, 0, 0),
     "flow_grpo/run": (0, 0, 0, 0, 0),
     "flow_grpo/scoring": (0, 0, 0, 0, 0),
-    "flow_grpo/settings": (7, 0, 0, 0, 0),
+    "flow_grpo/settings": (6, 0, 0, 0, 0),
     "flow_grpo/weights": (0, 0, 0, 0, 0),
 }
 

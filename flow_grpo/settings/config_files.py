@@ -30,21 +30,28 @@ def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], fi
         variants: config -> config, likewise.
         file: the config file, `__file__` there; for messages.
     """
-    runs, words = {run.__name__: run for run in runs}, name.split(",")
-    variants = {variant.__name__: variant for variant in variants}
-    for kind, known, wanted in (("run", runs, words[:1]), ("variant", variants, words[1:])):
-        for wrong in (word for word in wanted if word not in known):
-            near = difflib.get_close_matches(wrong, known, cutoff=0) or known
-            defined = f"it has a function {wrong} that {kind.upper()}S does not list; " if _defines(file, wrong) else ""
-            raise UserError(
-                f"no {kind} {wrong!r} in {shown(file)}; {defined}nearest: {', '.join(near)}; --list shows all"
-            )
-    chosen = [variant for variant in variants if variant in words[1:]]
-    config = _made(runs[words[0]], (), file)
+    run, *wanted = name.split(",")
+    runs_by_name = {function.__name__: function for function in runs}
+    variants_by_name = {function.__name__: function for function in variants}
+    _check_names("run", [run], list(runs_by_name), file)
+    _check_names("variant", wanted, list(variants_by_name), file)
+    chosen = [variant for variant in variants_by_name if variant in wanted]
+    config = _made(runs_by_name[run], (), file)
     for variant in chosen:
-        config = _made(variants[variant], (config,), file)
-    config.name = "_".join([words[0], *chosen])
+        config = _made(variants_by_name[variant], (config,), file)
+    config.name = "_".join([run, *chosen])
     return config
+
+
+def _check_names(kind: str, wanted: list[str], known: list[str], file: str) -> None:
+    """Raises UserError for the first name of a run or a variant that a file does not list, with the nearest."""
+    for name in wanted:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, cutoff=0) or known
+            defined = f"it has a function {name} that {kind.upper()}S does not list; " if _defines(file, name) else ""
+            raise UserError(
+                f"no {kind} {name!r} in {shown(file)}; {defined}nearest: {', '.join(near)}; --list shows all"
+            )
 
 
 def shown(file: str | Path) -> str:
@@ -164,14 +171,24 @@ def module_of(path: Path) -> ModuleType:
     folder = str(path.parents[1] if (path.parent / "__init__.py").exists() else path.parent)
     sys.path[:0] = [folder] if folder not in sys.path else []
     spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", path)
+    assert spec is not None, "the file ends in .py"
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except (ImportError, NameError, SyntaxError) as error:
-        if getattr(error, "name", "") == "config" and error.path and Path(error.path).parent == path.parent:
-            raise UserError(f"{path} takes {error.path} for config/ of {CHECKOUT}: rename that file") from error
+        hiding = _hiding_config(error)
+        if hiding and hiding.parent == path.parent:
+            raise UserError(f"{path} takes {hiding} for config/ of {CHECKOUT}: rename that file") from error
         raise UserError(_place(str(path), error)) from error
     return module
+
+
+def _hiding_config(error: Exception) -> Path | None:
+    """Return the file that a failed import took for the package config."""
+    if isinstance(error, ImportError) and error.name == "config" and error.path:
+        return Path(error.path)
+    return None
 
 
 def _place(file: str, error: Exception) -> str:

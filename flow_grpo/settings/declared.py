@@ -5,6 +5,8 @@ function reads (`read_in` of a field of sections.py) another one would ignore, u
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
@@ -12,8 +14,19 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.settings import table, unknown_names
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-def reads(*keys: str, card: str = "") -> Callable[[Callable], Callable]:
+
+@dataclass(frozen=True)
+class Declaration:
+    """A declaration of a function."""
+
+    reads: tuple[str, ...] = ()  # dotted settings
+    card: str = ""  # what the model card says that trained the weights
+    is_ours: bool = False  # whether it is a script's own
+
+
+def reads(*keys: str, card: str = "") -> Callable[[Function], Function]:
     """A decorator of a function of one's own.
 
     Args:
@@ -27,22 +40,30 @@ def reads(*keys: str, card: str = "") -> Callable[[Callable], Callable]:
         if key not in table.BY_KEY:
             raise UserError(f"reads({key!r}): {unknown_names.answer(key)}")
 
-    def declare(function: Callable) -> Callable:
-        function.reads, function.card = keys, card
-        return function
+    def declare(function: Function) -> Function:
+        return _with_declaration(function, Declaration(keys, card))
 
     return declare
 
 
-def ours(role: str) -> Callable[[Callable], Callable]:
+def ours(role: str) -> Callable[[Function], Function]:
     """A decorator of a script's own function: it reads all settings of its role, and the config names the method."""
+    keys = tuple(setting.key for setting in table.SETTINGS if setting.read_in == role)
 
-    def declare(function: Callable) -> Callable:
-        function.reads = tuple(setting.key for setting in table.SETTINGS if setting.read_in == role)
-        function.is_ours = True
-        return function
+    def declare(function: Function) -> Function:
+        return _with_declaration(function, Declaration(keys, is_ours=True))
 
     return declare
+
+
+def _with_declaration(function: Function, declaration: Declaration) -> Function:
+    # An attribute of the function: functools.wraps gives it to a wrapper, too.
+    vars(function)["declaration"] = declaration
+    return function
+
+
+def _declaration_of(function: Callable[..., Any]) -> Declaration:
+    return getattr(function, "declaration", Declaration())
 
 
 def check(config: ConfigDict, **functions: Callable) -> None:
@@ -52,11 +73,12 @@ def check(config: ConfigDict, **functions: Callable) -> None:
         UserError: a setting is not its default, and the function that would read it does not declare that it does.
     """
     for role, function in functions.items():
+        declared = _declaration_of(function).reads
         for setting in table.SETTINGS:
-            if setting.read_in == role and setting.key not in getattr(function, "reads", ()):
+            if setting.read_in == role and setting.key not in declared:
                 _check_unread(setting.key, table.value_of(config, setting.key), role, function)
-    others = [function for function in functions.values() if not getattr(function, "is_ours", False)]
-    cards = [getattr(function, "card", "") for function in others]
+    others = [function for function in functions.values() if not _declaration_of(function).is_ours]
+    cards = [_declaration_of(function).card for function in others]
     names = ", ".join(map(_name, others))
     if others and not config.method:
         config.method = " with ".join(filter(None, cards)) or f"functions of its author's own ({names})"
