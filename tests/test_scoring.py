@@ -507,6 +507,8 @@ def header(text):
 
 REFUSED = {  # a request, the status and words of the answer
     "no multipart": (dict(json={"prompts": ["a"]}), 422, "'request'"),
+    "a file for the text": (dict(files={"request": ("0", b"{}")}), 422, "'request' is a file"),
+    "a text for a file": (parts(GOOD) | dict(data={"request": "{}", "images": "a"}), 422, "'images' is a field"),
     "no image": (parts(b"GIF89a" + b"\0" * 50), 422, "magic"),
     "two images": (parts(GOOD, GOOD), 422, "2 images, 1 prompts"),
     "two sizes": (parts(GOOD, ODD, request=json.dumps({"prompts": ["a", "b"]})), 422, "one size"),

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
@@ -101,9 +102,20 @@ async def _read_body(request: Request, limits: Limits, memory: Memory) -> Body:
         raise HTTPException(413, f"at most {limits.max_body_bytes} bytes")
     memory.take(request, num_bytes)
     async with request.form(max_files=limits.max_images, max_fields=8, max_part_size=MAX_JSON_BYTES) as form:
-        images = [await part.read() for part in form.getlist("images")]
-        sources = [await part.read() for part in form.getlist("sources")]
-        return Body(form["request"], images, sources)
+        text = form["request"]
+        if not isinstance(text, str):
+            raise ValueError("'request' is a file, not a field")
+        return Body(text, await _files(form, "images"), await _files(form, "sources"))
+
+
+async def _files(form: FormData, name: str) -> list[bytes]:
+    """Return the contents of a request's files of a name. Raise ValueError for a field of that name."""
+    contents = []
+    for part in form.getlist(name):
+        if isinstance(part, str):
+            raise ValueError(f"{name!r} is a field, not a file")
+        contents.append(await part.read())
+    return contents
 
 
 def _parse(body: Body) -> Job:

@@ -31,7 +31,7 @@ def load(device: torch.device | str, model: str = MODEL, predictor: str = PREDIC
     """
     weights = read_weights("aesthetic", predictor)
     clip, prepare = load_clip("aesthetic", model, model, device)
-    rating = linear_layers(clip.config.projection_dim)
+    rating = linear_layers(clip.visual_projection.out_features)
     try:
         rating.load_state_dict(weights)
     except RuntimeError as error:

@@ -14,11 +14,12 @@ from huggingface_hub import hf_hub_download
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
-from transformers import CLIPModel, CLIPProcessor
+from transformers import BatchFeature, CLIPModel, CLIPProcessor
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 
+Prepare = Callable[..., BatchFeature]  # a CLIPProcessor, whose own types lack the arguments of its parts
 BATCH_SIZE = 32  # images per forward
 WAY_OUT = "where there is a network, and set HF_HOME to the folder it filled"
 
@@ -32,7 +33,7 @@ def in_batches(score: Callable[..., Tensor], *columns) -> Tensor:
     return torch.cat(scores)
 
 
-def load_clip(reward: str, model: str, processor: str, device: torch.device | str) -> tuple[CLIPModel, CLIPProcessor]:
+def load_clip(reward: str, model: str, processor: str, device: torch.device | str) -> tuple[CLIPModel, Prepare]:
     """Return a frozen CLIP in float32 on `device`, and its processor, both by hub id or folder.
 
     Raise UserError, which names the reward and the id, if weights or processor are missing.
@@ -54,7 +55,7 @@ def _pretrained(reward: str, kind: type, name: str, **options: Any) -> Any:
         ) from error
 
 
-def cosines(clip: CLIPModel, prepare: CLIPProcessor, images: Tensor, prompts: list[str]) -> Tensor:
+def cosines(clip: CLIPModel, prepare: Prepare, images: Tensor, prompts: list[str]) -> Tensor:
     """Return the cosine of each image with its own prompt, [B]."""
     # Pixels are rounded on the GPU, where it is quicker. All prompts have one width, so that none depends on its
     # neighbours.
@@ -63,7 +64,7 @@ def cosines(clip: CLIPModel, prepare: CLIPProcessor, images: Tensor, prompts: li
         images=to_pictures(images.to(clip.device)),
         padding="max_length",
         truncation=True,
-        max_length=clip.config.text_config.max_position_embeddings,
+        max_length=clip.text_model.config.max_position_embeddings,
         return_tensors="pt",
     ).to(clip.device)
     output = clip(**inputs)

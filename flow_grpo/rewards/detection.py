@@ -8,7 +8,7 @@ reward itself (`flow_grpo.rewards.HELPERS`).
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -116,7 +116,9 @@ def _centred(length: int) -> range:
 
 def _objects(inside: Tensor, box: Box) -> Objects:
     """Return the regions of pixels that are no background, `inside` [B, F, F]; pixels join at corners, too."""
-    numbered, count = ndimage.label(inside.cpu().numpy(), structure=IN_PLANE)
+    # Its source, which has no types, returns the count alone where it is given an array to fill.
+    labelled: Any = ndimage.label(inside.cpu().numpy(), structure=IN_PLANE)
+    numbered, count = labelled
     device = inside.device
     regions = torch.from_numpy(numbered).to(device, torch.int64)
     # A pixel is in the core if its four neighbours are no background.

@@ -100,6 +100,8 @@ def _modes() -> dict[str, Any]:
 def _put_back_modes(before: dict[str, Any]) -> None:
     """Put back the modes that have changed."""
     torch = sys.modules.get("torch")
+    if torch is None:
+        return
     now = _modes()
     if before["grad"] != now["grad"]:
         torch.set_grad_enabled(before["grad"])

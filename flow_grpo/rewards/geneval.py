@@ -23,8 +23,7 @@ def check_prompts(prompts: list[str], metadata: list[dict]) -> None:
     """Raise UserError for the first prompt whose metadata are not those that the server reads."""
     for prompt, data in zip(prompts, metadata, strict=True):
         clauses = data.get("include")
-        is_list = isinstance(clauses, list) and len(clauses) > 0
-        if not is_list or not all(map(_is_clause, clauses)):
+        if not isinstance(clauses, list) or not clauses or not all(map(_is_clause, clauses)):
             raise UserError(
                 f'prompt {quoted(prompt)} needs metadata with "include", a list of objects with "class" and "count", '
                 "a number from 1"

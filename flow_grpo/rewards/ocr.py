@@ -132,6 +132,7 @@ def _reader(threads: int) -> Callable[[np.ndarray], str]:
     try:
         import onnxruntime  # noqa: F401  rapidocr imports it only at the first image
         from rapidocr import RapidOCR
+        from rapidocr.utils.output import RapidOCROutput
     except ImportError as error:
         raise UserError(f"reward ocr needs rapidocr and onnxruntime ({error}): pip install 'flow_grpo[ocr]'") from error
     engine = "EngineConfig.onnxruntime"
@@ -141,6 +142,9 @@ def _reader(threads: int) -> Callable[[np.ndarray], str]:
     def read(pixels: np.ndarray) -> str:
         # The engine expects BGR.
         result = ocr(np.ascontiguousarray(pixels[..., ::-1]))
-        return " ".join(result.txts[i] for i in reading_order(result.boxes)) if result.txts else ""
+        assert isinstance(result, RapidOCROutput), "it is not told to find text alone"
+        if not result.txts or result.boxes is None:
+            return ""
+        return " ".join(result.txts[i] for i in reading_order(result.boxes))
 
     return read

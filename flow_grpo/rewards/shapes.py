@@ -86,6 +86,7 @@ def labels(images: Tensor, metadata: list[dict[str, Any]]) -> dict[str, Tensor]:
         first = matching[0]
         x, y = first.center
         if not entry.get("color"):
+            assert first.color is not None, "an object of a known class has a colour"
             colors[row] = color_names.index(first.color)
         positions[row] = 3 * int(3 * y) + int(3 * x)
         sizes[row] = int(20 * first.area**0.5)

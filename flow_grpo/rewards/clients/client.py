@@ -146,7 +146,9 @@ class Server:
         """Return the body of an answer with status 200. Raise ServerError if a server refuses, or none is there."""
         started = time.monotonic()
         pause = 0.05
-        for turn in itertools.count(next(self.turns)):
+        turns = itertools.count(next(self.turns))
+        while True:
+            turn = next(turns)
             url = self._choose(turn)
             status, answer = await self._try("POST", url + path, request)
             if status == 200:
