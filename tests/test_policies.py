@@ -191,6 +191,7 @@ RIGHT = dict(
 )
 RIGHT_BUT_NOT_TRAINED = dict(
     output=with_more("proj_out", 128, 64),
+    alpha_of_a_half=with_header(lora_alpha=6.5),
     time=with_more("time_text_embed.timestep_embedder.linear_1", 256, 128),
 )
 WRONG = dict(

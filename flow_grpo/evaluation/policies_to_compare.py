@@ -10,7 +10,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.settings import stored_config, table
-from flow_grpo.settings.sections import Config, Lora
+from flow_grpo.settings.sections import Config
 from flow_grpo.weights import finite, fsdp_utils, load_weights, lora_files, model_files, policies
 
 # Settings that an evaluation reads; config.model is each policy's own.
@@ -122,7 +122,7 @@ def load_candidate(candidate: Candidate, family: type[FlowModel], device: torch.
     init = None
     if candidate.lora is not None:
         adapter = lora_files.read_adapter(candidate.lora)
-        policies.attach(model.transformer, Lora(rank=adapter.rank, alpha=adapter.alpha), adapter.layers)
+        policies.attach(model.transformer, adapter, adapter.layers)
         init = policies.stored_adapter(candidate.lora)
     load_weights.fill_model(config, model, weights=candidate.transformer, init=init)
     finite.check_tensors(dict(model.transformer.named_parameters()), f"the weights of {candidate.name}")

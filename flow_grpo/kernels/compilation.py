@@ -57,8 +57,12 @@ def _simplify(unit: nn.Module) -> None:
             module.__class__ = _FeedForward
         elif lora_linear.suits(module):
             module.__class__ = AdaptedLinear
-        elif isinstance(module, nn.GELU) and module.approximate == "tanh":
+        elif _is_gelu_by_tanh(module):
             module.forward = gelu
+
+
+def _is_gelu_by_tanh(module: nn.Module) -> bool:
+    return isinstance(module, nn.GELU) and module.approximate == "tanh"
 
 
 def _is_plain(module: FeedForward) -> bool:

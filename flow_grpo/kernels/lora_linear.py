@@ -1,6 +1,6 @@
 """LoRA adapters of compiled blocks: peft's numbers in fewer passes over a layer's inputs and results."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from peft.tuners.lora import Linear
@@ -30,7 +30,7 @@ class AdaptedLinear(Linear):
         return self.lora_A["default"].weight * self.scaling["default"]
 
 
-def suits(layer: nn.Module) -> bool:
+def suits(layer: nn.Module) -> TypeGuard[Linear]:
     """Tell whether it is peft's own linear layer with a plain adapter `default` and nothing else."""
     return (
         type(layer) is Linear

@@ -26,13 +26,17 @@ from flow_grpo.weights.ema import Ema
 from flow_grpo.weights.fsdp_utils import AdapterInit
 
 
-def attach(transformer: nn.Module, lora: Lora, targets: tuple[str, ...]) -> None:
+def attach(transformer: nn.Module, lora: Lora | lora_files.Adapter, targets: tuple[str, ...]) -> None:
     """Choose what is trained: a new LoRA adapter `default` on `targets`, or all weights where lora.rank is 0."""
     transformer.requires_grad_(lora.rank == 0)
     if not lora.rank:
         return
     assert isinstance(transformer, PeftAdapterMixin), "only diffusers' own transformers take adapters"
-    settings = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets))
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]  # it only divides alpha, which may be a fraction
+        target_modules=list(targets),
+    )
     # On the meta device, if the transformer is there, peft's own first weights cost no time.
     with next(transformer.parameters()).device:
         transformer.add_adapter(settings)
@@ -99,6 +103,11 @@ def check_lora(lora: Lora) -> lora_files.Adapter | None:
     except UserError as error:
         raise UserError(f"lora.path: {error}") from error
     adapter = lora_files.check_adapter(file)
+    if adapter.alpha != int(adapter.alpha):
+        raise UserError(
+            f"{in_one_line(file)} has alpha {adapter.alpha}, but lora.alpha is a whole number: fuse it into the base "
+            "model (fuse_lora, save_pretrained) and train that"
+        )
     if (adapter.rank, adapter.alpha) != (lora.rank, lora.alpha):
         raise UserError(
             f"{in_one_line(file)} has rank {adapter.rank} and alpha {adapter.alpha}; set lora.rank and lora.alpha to "

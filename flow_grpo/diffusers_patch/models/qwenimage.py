@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, QwenImagePipeline, QwenImageTransformer2DModel
-from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -112,12 +111,13 @@ def normalisation(vae: Any) -> tuple[Tensor, Tensor]:
     return mean, std
 
 
-class JointAttention(QwenDoubleStreamAttnProcessor2_0):
-    """Processor of diffusers' Attention, in the place of the one it is derived from, with config.attention. Image
+class JointAttention:
+    """Processor of diffusers' Attention, in the place of QwenDoubleStreamAttnProcessor2_0, with config.attention. Image
     tokens go first, so that what is masked goes last."""
 
+    _attention_backend: AttentionBackendName | None = None  # transformer.set_attention_backend sets it
+
     def __init__(self, attention: str = ""):
-        super().__init__()
         self.attention = attention
 
     def __call__(

@@ -216,13 +216,15 @@ class RowPositions(QwenImage21AttnProcessor):
         self,
         attn: Any,
         hidden_states: Tensor,
-        *,
-        rotary_emb: Tensor,
-        segments: list[tuple[int, int, bool]] | None,
-        key_valid: Tensor | None,
+        *args: Any,
+        rotary_emb: Tensor | None = None,
+        segments: list[tuple[int, int, bool]] | None = None,
+        key_valid: Tensor | None = None,
         **other_inputs: Any,
     ) -> Tensor:
         """Attend among tokens [B, L, C]; segments [(0, number of text tokens, True)]; key_valid [B, L] bool."""
+        assert not args, "blocks give all but the tokens by name"
+        assert rotary_emb is not None
         if rotary_emb.ndim == 2:
             return super().__call__(
                 attn, hidden_states, rotary_emb=rotary_emb, segments=segments, key_valid=key_valid, **other_inputs
