@@ -5,7 +5,7 @@
 
 Idea: arXiv:2306.13649, with a denoising step in the place of a token. The rollout is Flow-GRPO's. Each of its noisy
 steps is a Gaussian under the student and under each teacher, of one std: the loss is the mean of their KL. Rewards are
-measured and not trained on. Teachers are adapters of the student's rank and alpha, such as other runs' best/.
+measured and not trained on. Teachers are adapters of the student's rank, such as other runs' best/.
 """
 
 from flow_grpo.command_line import checks, command_line
@@ -55,7 +55,7 @@ def load_teacher(run: Run, folder: str) -> Ema:
     """Load the policy of a LoRA folder, in the layout of the student's adapter."""
     policy = Ema(fsdp_utils.trainable_parameters(run.model.transformer))
     with policy.applied():
-        fsdp_utils.fill_weights(run.model.transformer, None, policies.stored_adapter(folder))
+        fsdp_utils.fill_weights(run.model.transformer, None, policies.stored_adapter(folder, run.config.lora))
     return policy
 
 

@@ -191,7 +191,6 @@ RIGHT = dict(
 )
 RIGHT_BUT_NOT_TRAINED = dict(
     output=with_more("proj_out", 128, 64),
-    alpha_of_a_half=with_header(lora_alpha=6.5),
     time=with_more("time_text_embed.timestep_embedder.linear_1", 256, 128),
 )
 WRONG = dict(
@@ -244,7 +243,7 @@ def by_evaluate(folder):
 
 
 def by_a_run(folder):
-    """As a run begins with it, whose rank and alpha the file has."""
+    """As a run of its rank and alpha begins with it."""
     adapter = lora_files.read_adapter(folder)
     config = Config(lora=Lora(rank=adapter.rank, alpha=adapter.alpha, path=str(folder)))
     load_weights.check_model(config, QwenImage)
@@ -314,7 +313,7 @@ def test_a_lora_may_be_a_file_or_the_only_one_of_a_folder_by_any_name(stored, tm
     peft = written_by_peft(tmp_path / "peft", stored, name="mine.safetensors", lora_alpha=6)
     files = [peft / "mine.safetensors", peft / lora_files.PEFT_CONFIG]
     assert lora_files.files_of(peft) == lora_files.files_of(files[0]) == files
-    for path, alpha in ((tmp_path, 8), (named, 8), (files[0], 6)):
+    for path, alpha in ((tmp_path, 4), (named, 4), (files[0], 6)):
         assert lora_files.check_adapter(path).alpha == alpha
     for path in (named, tmp_path, peft):
         assert policies_to_compare.find_candidate(str(path), Config(), "best").weights == "LoRA"
@@ -364,14 +363,13 @@ def test_a_folder_that_nobody_may_look_into_is_one_sentence(tmp_path):
     assert_refused(rows)
 
 
-def test_a_lora_file_that_is_damaged_or_of_another_rank_or_alpha_is_refused(stored, tmp_path):
+def test_a_lora_file_that_is_damaged_or_of_another_rank_is_refused(stored, tmp_path):
     path = written(tmp_path, stored, RIGHT["saved"]) / lora_files.FILE
     checksums.write_checksums(tmp_path)
     whole = path.read_bytes()
     policies.check_lora(lora(path=tmp_path))
-    for other in (lora(rank=8, path=tmp_path), lora(alpha=4, path=tmp_path)):
-        with pytest.raises(ValueError, match=r"has rank 4 and alpha 8; set lora\.rank and lora\.alpha"):
-            policies.check_lora(other)
+    with pytest.raises(ValueError, match=r"has rank 4; set lora\.rank to it"):
+        policies.check_lora(lora(rank=8, path=tmp_path))
     for damaged in (whole[:-1] + bytes([whole[-1] ^ 1]), whole[:-4], b"", b"no safetensors"):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=lora_files.FILE):

@@ -19,6 +19,7 @@ from flow_grpo.base.formatting import with_error
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring import model_card, provenance, run_history
+from flow_grpo.weights import lora_files
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 LORA = "pytorch_lora_weights.safetensors"
@@ -112,6 +113,23 @@ def test_the_card_says_what_was_trained_and_how_good_it_is(run):
     for folder in (run, run / "best"):
         assert "![samples](samples.png)" in (folder / "README.md").read_text()
         assert Image.open(folder / "samples.png").width > 100
+
+
+def test_the_card_says_at_which_strength_programs_that_read_tensors_alone_load_the_file(copy):
+    file = copy / LORA
+    for alpha, strength in ((4, "1"), (8, "2"), (6, "1.5"), (None, "1")):
+        metadata = None
+        if alpha:
+            # 8 is what earlier versions wrote.
+            settings = {"transformer.r": 4, "transformer.lora_alpha": alpha}
+            metadata = {lora_files.METADATA: json.dumps(settings)}
+        save_file(load_file(file), file, metadata)
+        assert model_card.write_cards(copy) == []
+        assert f"`{LORA}` goes into `models/loras`" in (copy / "README.md").read_text()
+        assert f"loads it at strength {strength}.\n" in (copy / "README.md").read_text()
+    file.write_bytes(b"no LoRA")
+    (notice,) = model_card.write_cards(copy)
+    assert f"{copy} has no model card" in notice
 
 
 def test_a_folder_that_has_no_card_is_named_and_the_other_one_has_its_card(copy):

@@ -18,9 +18,13 @@ logging.getLogger("huggingface_hub").setLevel(logging.WARNING)
 
 
 def save_lora(pipeline: Any, folder: Path | str) -> None:
-    """Write an adapter, alpha included, as the safetensors file that `pipeline.load_lora_weights(folder)` reads.
+    """Write an adapter as the safetensors file that `pipeline.load_lora_weights(folder)` reads.
 
-    Its header says "base_precision" where the base is quantised.
+    B is stored times alpha / rank, and the header has alpha = rank: a program that reads the tensors alone computes the
+    same. Where alpha / rank is a power of two, B keeps every bit. With any other ratio each of its weights is rounded
+    once more, by up to 6e-8 of itself, so that figures of the file may differ from the run's own in their last digits.
+
+    The header says "base_precision" where the base is quantised.
     """
     weights = fsdp_utils.full_state_dict(pipeline.transformer)
     distributed.on_main(_save_lora, pipeline, folder, weights)
@@ -29,6 +33,11 @@ def save_lora(pipeline: Any, folder: Path | str) -> None:
 def _save_lora(pipeline: Any, folder: Path | str, weights: dict[str, Tensor]) -> None:
     layers = get_peft_model_state_dict(pipeline.transformer, state_dict=weights, adapter_name="default")
     settings = pipeline.transformer.peft_config["default"].to_dict()
+    scale = settings["lora_alpha"] / settings["r"]
+    for name, weight in layers.items():
+        if ".lora_B." in name:
+            layers[name] = weight * scale
+    settings["lora_alpha"] = settings["r"]
     precision = quantisation.precision_of(pipeline.transformer)
     # A set has no order in JSON: equal adapters would make files of different bytes.
     for key, value in settings.items():
@@ -39,10 +48,18 @@ def _save_lora(pipeline: Any, folder: Path | str, weights: dict[str, Tensor]) ->
             folder,
             weight_name=scratch.name,
             transformer_lora_layers=layers,
-            # Without its settings the loader would take alpha = rank.
             transformer_lora_adapter_metadata=settings,
         )
         _complete_header(scratch, {"base_precision": precision} if precision else {})
+
+
+def strength(folder: Path) -> float:
+    """Return the factor at which programs that read a LoRA's tensors alone compute what was trained: 1, but for files
+    of earlier versions. Raises UserError for a file that is no LoRA."""
+    if not (folder / lora_files.FILE).is_file():
+        return 1.0
+    adapter = lora_files.read_adapter(folder)
+    return adapter.alpha / adapter.rank
 
 
 def save_transformer(transformer: nn.Module, folder: Path | str) -> None:

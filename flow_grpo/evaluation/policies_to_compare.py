@@ -123,7 +123,7 @@ def load_candidate(candidate: Candidate, family: type[FlowModel], device: torch.
     if candidate.lora is not None:
         adapter = lora_files.read_adapter(candidate.lora)
         policies.attach(model.transformer, adapter, adapter.layers)
-        init = policies.stored_adapter(candidate.lora)
+        init = policies.stored_adapter(candidate.lora, adapter)
     load_weights.fill_model(config, model, weights=candidate.transformer, init=init)
     finite.check_tensors(dict(model.transformer.named_parameters()), f"the weights of {candidate.name}")
     return model

@@ -14,7 +14,7 @@ from flow_grpo import rewards
 from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, with_error
-from flow_grpo.checkpoints import best
+from flow_grpo.checkpoints import best, exports
 from flow_grpo.monitoring import provenance, run_history
 from flow_grpo.settings import table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
@@ -76,6 +76,7 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
         config=config,
         pictures=pictures,
         facts=facts(run, folder),
+        strength=exports.strength(folder),
         settings=public_settings(run),
     )
     (folder / "README.md").write_text(f"---\n{front_matter(run)}\n---\n\n{text}", encoding="utf-8")

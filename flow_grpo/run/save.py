@@ -94,11 +94,12 @@ def state_after_failure(run: Run) -> str:
 
 
 def load_export(run: Run, folder: Path) -> None:
-    """Fill the transformer with the weights that `export` wrote, bit for bit; those that it carried are lost."""
+    """Fill the transformer with the weights that `export` wrote; those that it carried are lost. What is computed has
+    the same bits where lora.alpha / lora.rank is a power of two."""
     offload.wait_for_offloaded(run.parameters)
     transformer = run.pipeline.transformer
     if run.config.lora.rank:
-        fsdp_utils.fill_weights(transformer, None, policies.stored_adapter(folder))
+        fsdp_utils.fill_weights(transformer, None, policies.stored_adapter(folder, run.config.lora))
     else:
         fsdp_utils.fill_weights(transformer, folder / "transformer", None)
 

@@ -62,23 +62,35 @@ def check_targets(lora: Lora, transformer: nn.Module, family: type[FlowModel]) -
 
 def adapter_init(lora: Lora, seed: int) -> AdapterInit:
     """Return the adapter's first weights: A normal / rank and B zero, or those of lora.path for the layers that it
-    adapts."""
+    adapts, see `stored_adapter`."""
 
     def init(name: str, shape: torch.Size) -> Tensor:
         if ".lora_B." in name:
             return torch.zeros(shape)
         return torch.randn(shape, generator=rng.generator(seed, "lora", name)) / lora.rank
 
-    return stored_adapter(lora.path, init) if lora.path else init
+    return stored_adapter(lora.path, lora, init) if lora.path else init
 
 
 def _zeros(name: str, shape: torch.Size) -> Tensor:
     return torch.zeros(shape)
 
 
-def stored_adapter(path: Path | str, otherwise: AdapterInit = _zeros) -> AdapterInit:
-    """Return the weights of the adapter in a LoRA file, and `otherwise` for layers that it does not adapt."""
+def stored_adapter(path: Path | str, lora: Lora | lora_files.Adapter, otherwise: AdapterInit = _zeros) -> AdapterInit:
+    """Return the weights of the adapter in a LoRA file, and `otherwise` for layers that it does not adapt.
+
+    B is scaled for an adapter of lora.alpha, which then computes what the file does: bit for bit where the two alphas
+    are the same, or one is the other times a power of two.
+
+    Args:
+        lora: of the adapter that takes the weights; the file has its rank.
+    """
+    adapter = lora_files.read_adapter(path)
     stored = lora_files.read_weights(path)
+    scale = (adapter.alpha / adapter.rank) / (lora.alpha / lora.rank)
+    for name, weight in stored.items():
+        if ".lora_B." in name:
+            stored[name] = weight * scale
 
     def init(name: str, shape: torch.Size) -> Tensor:
         # peft has the adapter's name, "default", in each parameter's; files have not.
@@ -94,7 +106,7 @@ def check_lora(lora: Lora) -> lora_files.Adapter | None:
     """Return the adapter of lora.path; None where that is "".
 
     Raises:
-        UserError: the path is no LoRA file or folder of one, it has another rank or alpha, or is not finite.
+        UserError: the path is no LoRA file or folder of one, it has another rank, or is not finite.
     """
     if not lora.path:
         return None
@@ -103,16 +115,8 @@ def check_lora(lora: Lora) -> lora_files.Adapter | None:
     except UserError as error:
         raise UserError(f"lora.path: {error}") from error
     adapter = lora_files.check_adapter(file)
-    if adapter.alpha != int(adapter.alpha):
-        raise UserError(
-            f"{in_one_line(file)} has alpha {adapter.alpha}, but lora.alpha is a whole number: fuse it into the base "
-            "model (fuse_lora, save_pretrained) and train that"
-        )
-    if (adapter.rank, adapter.alpha) != (lora.rank, lora.alpha):
-        raise UserError(
-            f"{in_one_line(file)} has rank {adapter.rank} and alpha {adapter.alpha}; set lora.rank and lora.alpha to "
-            "these"
-        )
+    if adapter.rank != lora.rank:
+        raise UserError(f"{in_one_line(file)} has rank {adapter.rank}; set lora.rank to it")
     return adapter
 
 

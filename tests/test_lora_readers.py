@@ -1,0 +1,159 @@
+"""An exported LoRA is the policy that was trained, whoever reads it, and whoever trains it further."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from safetensors import safe_open
+from safetensors.torch import load_file
+from small import move
+from test_policies import ALONE, TINY, by_evaluate, lora, pipeline_with, velocity
+
+from flow_grpo.checkpoints import exports
+from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
+from flow_grpo.settings.sections import Config
+from flow_grpo.weights import fsdp_utils, load_weights, lora_files, policies
+
+TRAINED = lora(rank=4, alpha=8)
+
+
+def fresh():
+    """The base that a reader puts the LoRA on."""
+    return QwenImagePipeline.from_pretrained(TINY, **ALONE)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return velocity(fresh().transformer)
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    """A policy after some training."""
+    trained = pipeline_with(TRAINED)
+    move(fsdp_utils.trainable_parameters(trained.transformer).values())
+    return trained
+
+
+@pytest.fixture(scope="module")
+def policy(pipeline):
+    return velocity(pipeline.transformer)
+
+
+@pytest.fixture(scope="module")
+def folder(pipeline, tmp_path_factory):
+    path = tmp_path_factory.mktemp("export")
+    exports.save_lora(pipeline, path)
+    return path
+
+
+def by_diffusers(folder):
+    pipeline = fresh()
+    pipeline.load_lora_weights(folder)
+    return pipeline.transformer
+
+
+def by_diffusers_without_the_header(folder):
+    """As releases did that knew of none."""
+    pipeline = fresh()
+    pipeline.load_lora_weights(load_file(folder / lora_files.FILE))
+    return pipeline.transformer
+
+
+def by_sums_of_tensors(folder):
+    """As ComfyUI does with a file that has no tensor called alpha: W + B A."""
+    transformer = fresh().transformer
+    tensors = load_file(folder / lora_files.FILE)
+    for name, b in tensors.items():
+        if name.endswith(".lora_B.weight"):
+            layer = name.removeprefix("transformer.").removesuffix(".lora_B.weight")
+            a = tensors[name.replace("lora_B", "lora_A")]
+            transformer.get_submodule(layer).weight.data += b.float() @ a.float()
+    return transformer
+
+
+READERS = by_evaluate, by_diffusers, by_diffusers_without_the_header, by_sums_of_tensors
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_whoever_reads_an_exported_lora_has_the_policy(read, folder, policy, base):
+    assert (policy - base).abs().max() > 0.01
+    assert torch.allclose(velocity(read(folder)), policy, rtol=0, atol=1e-5)
+
+
+def test_the_header_says_that_alpha_is_the_rank(folder):
+    with safe_open(folder / lora_files.FILE, "pt") as file:
+        settings = json.loads(file.metadata()[lora_files.METADATA])
+    assert (settings["transformer.r"], settings["transformer.lora_alpha"]) == (4, 4)
+
+
+def test_the_scale_in_b_costs_no_bit_where_it_is_a_power_of_two(folder, pipeline, policy):
+    stored = load_file(folder / lora_files.FILE)
+    for name, weight in fsdp_utils.trainable_parameters(pipeline.transformer).items():
+        scale = 2 if "lora_B" in name else 1
+        in_file = stored[f"transformer.{name.replace('.default.', '.')}"]
+        assert torch.equal(in_file, scale * weight), name
+    assert torch.equal(velocity(by_evaluate(folder)), policy)
+
+
+def of_an_earlier_version(pipeline, folder, alpha=TRAINED.alpha):
+    """A file as diffusers writes it of a run's adapter, whose alpha is in the header alone."""
+    layers = {}
+    for name, weight in fsdp_utils.trainable_parameters(pipeline.transformer).items():
+        layers[name.replace(".default.", ".")] = weight.detach().clone()
+    settings = {"r": TRAINED.rank, "lora_alpha": alpha, "target_modules": list(QwenImage.LORA_TARGETS)}
+    pipeline.save_lora_weights(folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=settings)
+    return folder
+
+
+def by_a_run(folder, alpha, rank=4):
+    """The transformer of a run of this alpha that starts from a LoRA."""
+    config = Config(lora=lora(rank, alpha, folder))
+    load_weights.check_model(config, QwenImage)
+    model = QwenImage.load(config.model, torch.device("cpu"))
+    policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
+    load_weights.fill_model(config, model)
+    return model.transformer
+
+
+@pytest.mark.parametrize("alpha", [2, 4, 8, 6])
+def test_a_run_starts_from_the_policy_of_a_file_whatever_the_two_alphas(alpha, folder, pipeline, policy, tmp_path):
+    for path in (folder, of_an_earlier_version(pipeline, tmp_path)):
+        found = velocity(by_a_run(path, alpha))
+        if alpha == 6:
+            assert torch.allclose(found, policy, rtol=0, atol=1e-5)
+        else:
+            assert torch.equal(found, policy)
+
+
+def test_a_file_of_an_earlier_version_is_trained_further_and_evaluated_bit_for_bit(pipeline, policy, tmp_path):
+    path = of_an_earlier_version(pipeline, tmp_path)
+    assert lora_files.read_adapter(path).alpha == 8
+    trained = fsdp_utils.trainable_parameters(pipeline.transformer)
+    for name, weight in fsdp_utils.trainable_parameters(by_a_run(path, 8)).items():
+        assert torch.equal(weight, trained[name]), name
+    assert torch.equal(velocity(by_evaluate(path)), policy)
+
+
+def test_the_alpha_of_a_file_may_be_a_fraction_though_a_runs_is_a_whole_number(pipeline, tmp_path):
+    path = of_an_earlier_version(pipeline, tmp_path, alpha=6.5)
+    expected = velocity(by_diffusers(path))
+    for transformer in (by_evaluate(path), by_a_run(path, 8)):
+        assert torch.allclose(velocity(transformer), expected, rtol=0, atol=1e-5)
+
+
+def test_a_run_takes_its_own_export_back_bit_for_bit(folder, pipeline):
+    """As it does with best/ at its end."""
+    trained = fsdp_utils.trainable_parameters(pipeline.transformer)
+    for name, weight in fsdp_utils.trainable_parameters(by_a_run(folder, TRAINED.alpha)).items():
+        assert torch.equal(weight, trained[name]), name
+
+
+def test_an_alpha_that_is_no_power_of_two_times_the_rank_costs_only_rounding(tmp_path):
+    odd = pipeline_with(replace(TRAINED, alpha=7))
+    move(fsdp_utils.trainable_parameters(odd.transformer).values())
+    exports.save_lora(odd, tmp_path)
+    for transformer in (by_sums_of_tensors(tmp_path), by_a_run(tmp_path, 7), by_a_run(tmp_path, 4)):
+        assert torch.allclose(velocity(transformer), velocity(odd.transformer), rtol=0, atol=1e-5)
