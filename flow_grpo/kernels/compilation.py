@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from diffusers.models.activations import GELU
@@ -53,7 +53,7 @@ def _simplify(unit: nn.Module) -> None:
     """Replace operations of diffusers by some that compile to fewer instructions."""
     for module in unit.modules():
         # A class that is shared has one graph; a functools.partial of each module would be compiled for each.
-        if isinstance(module, FeedForward) and _is_plain(module):
+        if _is_plain_mlp(module):
             module.__class__ = _FeedForward
         elif lora_linear.suits(module):
             module.__class__ = AdaptedLinear
@@ -65,8 +65,10 @@ def _is_gelu_by_tanh(module: nn.Module) -> bool:
     return isinstance(module, nn.GELU) and module.approximate == "tanh"
 
 
-def _is_plain(module: FeedForward) -> bool:
-    """Tell whether it is a layer, GELU by tanh, no dropout, and a layer."""
+def _is_plain_mlp(module: nn.Module) -> TypeGuard[FeedForward]:
+    """Tell whether it is an MLP of a layer, GELU by tanh, no dropout, and a layer."""
+    if not isinstance(module, FeedForward):
+        return False
     layers: Any = module.net
     first, dropout, *rest = layers
     return isinstance(first, GELU) and first.approximate == "tanh" and dropout.p == 0 and len(rest) == 1

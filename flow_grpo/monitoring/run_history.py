@@ -32,10 +32,10 @@ class RunHistory:
     folder: Path
     config: Config  # settings that are younger than the run have their defaults
     settings: dict[str, Any]  # of config.json by dotted key, with those that are none any more
-    records: list[dict[str, float]]
+    records: list[dict[str, Any]]  # "kind", and numbers
     evaluations_since: int = 0  # epochs completed; earlier evaluations were made in another way
 
-    def lines(self, kind: str) -> list[dict[str, float]]:
+    def lines(self, kind: str) -> list[dict[str, Any]]:
         """Return the records of a kind."""
         return [record for record in self.records if record["kind"] == kind]
 
