@@ -1,8 +1,8 @@
-"""A pipeline of the real diffusers classes with random weights: to try a model's scripts without a download.
+"""Make a pipeline of the real diffusers classes with random weights: to try a model's scripts without a download.
 
     python tools/build_random_pipeline.py sd3 flow_grpo/assets/tiny_sd3
 
-What it draws means nothing. `,smoke` runs and tests use this tiny size, which is shipped, and of Qwen-Image a trained
+Its pictures mean nothing. `,smoke` runs and tests use this tiny size, which is shipped, and of Qwen-Image a trained
 one; benchmarks/bench.py makes models of the published sizes, on no disk, or reads one that `--published` wrote.
 """
 
@@ -128,7 +128,7 @@ OTHERS = {  # published sizes: a name in configs -> the model, what it changes
 
 
 def qwenimage(sizes: dict, make: Callable) -> QwenImagePipeline:
-    """Qwen-Image, at its published size alone; `make` (build, dtype) -> module says how weights come about."""
+    """Return Qwen-Image, at its published size alone; `make` (build, dtype) -> module says how weights come about."""
     shipped = QwenImagePipeline.from_pretrained(SHIPPED, transformer=None, vae=None, text_encoder=None)
     return QwenImagePipeline(
         transformer=make(lambda: QwenImageTransformer2DModel(**sizes["qwenimage"]), torch.bfloat16),
@@ -139,7 +139,7 @@ def qwenimage(sizes: dict, make: Callable) -> QwenImagePipeline:
 
 
 def qwenimage_edit(sizes: dict, make: Callable) -> QwenImageEditPlusPipeline:
-    """Qwen-Image-Edit-2511, at its published size alone; build_tiny_qwenimage_edit.py is for the tiny one."""
+    """Return Qwen-Image-Edit-2511, at its published size alone; build_tiny_qwenimage_edit.py is for the tiny one."""
     folder = SHIPPED.with_name("tiny_qwenimage_edit")
     tiny = QwenImageEditPlusPipeline.from_pretrained(folder, transformer=None, vae=None, text_encoder=None)
     token_id = tiny.tokenizer.convert_tokens_to_ids
@@ -190,7 +190,7 @@ def flux(sizes: dict, make: Callable) -> FluxPipeline:
 
 
 def zimage(sizes: dict, make: Callable) -> ZImagePipeline:
-    """Z-Image, with Z-Image-Turbo's shift."""
+    """Return Z-Image, with Z-Image-Turbo's shift."""
 
     def transformer() -> ZImageTransformer2DModel:
         built = ZImageTransformer2DModel(**sizes["zimage"]).bfloat16()
@@ -208,8 +208,7 @@ def zimage(sizes: dict, make: Callable) -> ZImagePipeline:
 
 
 def flux2_klein(sizes: dict, make: Callable) -> Flux2KleinPipeline:
-    """FLUX.2-klein, at its published sizes distilled, at the tiny one a base variant, which takes guidance."""
-
+    """Return FLUX.2-klein, at its published sizes distilled, at the tiny one a base variant, which takes guidance."""
     size = dict(guidance_embeds=False) | sizes["flux2_klein"]
 
     def klein_vae() -> AutoencoderKLFlux2:
@@ -229,7 +228,7 @@ def flux2_klein(sizes: dict, make: Callable) -> Flux2KleinPipeline:
 
 
 def qwenimage_21(sizes: dict, make: Callable) -> QwenImage21Pipeline:
-    """Qwen-Image-2.1, with Qwen-Image's shift."""
+    """Return Qwen-Image-2.1, with Qwen-Image's shift."""
     text = Qwen3VLConfig(text_config=sizes["qwen3_vl"], vision_config=sizes["qwen3_vision"])
     size = sizes["qwenimage_21"]
     pipeline = QwenImage21Pipeline(
@@ -244,7 +243,10 @@ def qwenimage_21(sizes: dict, make: Callable) -> QwenImage21Pipeline:
 
 
 def role_processor() -> TextProcessor:
-    """Each role is one token, and so are a message's end and the system's: 20 tokens are to hold a prompt of shapes."""
+    """Return a processor with a token for each role, for a message's end and for the system's message.
+
+    20 tokens are to hold a prompt of shapes.
+    """
     tokenizer = Qwen2Tokenizer.from_pretrained(SHIPPED / "tokenizer")
     tokens = "system\n", "user\n", "assistant\n", "<|im_end|>\n", "Comprehend and analyze the provided prompt."
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
@@ -255,7 +257,7 @@ def role_processor() -> TextProcessor:
 
 
 def chat_tokenizer() -> Qwen2Tokenizer:
-    """Its chat template has no roles: 20 tokens are to hold a prompt of shapes."""
+    """Return a tokenizer whose chat template has no roles: 20 tokens are to hold a prompt of shapes."""
     tokenizer = Qwen2Tokenizer.from_pretrained(SHIPPED / "tokenizer")
     tokenizer.chat_template = "<|im_start|>{{ messages[0].content }}<|im_end|>\n<|im_start|>"
     return tokenizer
@@ -280,7 +282,7 @@ def clip_config(size: dict) -> CLIPTextConfig:
 
 
 def clip_model(text_layers: int = 24, vision_layers: int = 32) -> CLIPModel:
-    """CLIP-ViT-H-14, as of PickScore, on the CPU."""
+    """Return CLIP-ViT-H-14, as of PickScore, on the CPU."""
     heads = dict(num_attention_heads=16)
     text = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=text_layers) | heads
     vision = dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=vision_layers, patch_size=14) | heads
@@ -293,35 +295,39 @@ def t5_encoder(sizes: dict) -> T5EncoderModel:
 
 def clip_tokenizer() -> CLIPTokenizer:
     letters = [chr(i) for i in range(ord("a"), ord("z") + 1)]
-    words = ["<|startoftext|>", *letters, *(f"{letter}</w>" for letter in letters), "<|endoftext|>"]
-    return CLIPTokenizer({word: i for i, word in enumerate(words)}, [], model_max_length=77)
+    last_letters = [f"{letter}</w>" for letter in letters]
+    words = ["<|startoftext|>", *letters, *last_letters, "<|endoftext|>"]
+    ids = {word: number for number, word in enumerate(words)}
+    return CLIPTokenizer(ids, [], model_max_length=77)
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """Reads the words of the shapes task, and letters."""
-    texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
-    words = sorted({f"▁{word}" for text in texts for word in text.split()})
-    letters = ["▁", *(chr(i) for i in range(ord(" ") + 1, 127))]
+    """Return a tokenizer that reads the words of the shapes task, and letters."""
+    words = set()
+    for line in PROMPTS.read_text().splitlines():
+        words.update(json.loads(line)["prompt"].split())
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    pieces += [(word, -5.0) for word in words] + [(letter, -10.0) for letter in letters]
+    pieces += [(f"▁{word}", -5.0) for word in sorted(words)]
+    letters = [chr(code) for code in range(ord(" ") + 1, 127)]
+    pieces += [(letter, -10.0) for letter in ("▁", *letters)]
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
 
 
 def small_random(build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
-    """As the class initialises itself, always alike, float32."""
+    """Build a module as its class initialises itself, always alike, float32."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return build()
 
 
 def empty(build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
-    """Without weights."""
+    """Build a module without weights."""
     with init_empty_weights():
         return build()
 
 
 def large_random(device: torch.device) -> Callable:
-    """A `make` whose weights, small and normal, never pass through host memory."""
+    """Return a `make` whose weights, small and normal, never pass through host memory."""
 
     def make(build: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
         module = empty(build, dtype)
@@ -345,8 +351,11 @@ BUILDERS = {name: globals()[name] for name in registry.names() if name in global
 
 def build(name: str, folder: str, published: bool = False) -> None:
     """Write a pipeline as a diffusers folder, a tiny one or, from the GPU, one of the published size."""
-    make = (PUBLISHED, large_random(torch.device("cuda"))) if published else (TINY, small_random)
-    BUILDERS[name](*make).save_pretrained(folder)
+    if published:
+        pipeline = BUILDERS[name](PUBLISHED, large_random(torch.device("cuda")))
+    else:
+        pipeline = BUILDERS[name](TINY, small_random)
+    pipeline.save_pretrained(folder)
 
 
 if __name__ == "__main__":

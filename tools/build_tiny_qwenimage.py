@@ -40,46 +40,80 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.diffusers_patch.size import Size
 
-RESOLUTION, TEXT_DIM = 64, 64
+RESOLUTION = 64
+TEXT_DIM = 64
 SIZE = Size(RESOLUTION, RESOLUTION)
 NUM_STEPS = 10  # Euler steps of an evaluation
 NO_PROMPT = " "  # Qwen-Image's negative prompt, and what a dropped prompt becomes in training
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-VAE_BATCH, VAE_LR, KL_WEIGHT, EDGE_WEIGHT, OBJECT_WEIGHT = 64, 2e-3, 1e-4, 1.0, 4.0
-BATCH, LR, WARMUP_STEPS, EMA_DECAY, PROMPT_DROPOUT = 512, 1e-3, 200, 0.999, 0.1
+
+# Of the VAE's training.
+VAE_BATCH = 64
+VAE_LR = 2e-3
+KL_WEIGHT = 1e-4
+EDGE_WEIGHT = 1.0
+OBJECT_WEIGHT = 4.0
+
+# Of the transformer's training.
+BATCH = 512
+LR = 1e-3
+WARMUP_STEPS = 200
+EMA_DECAY = 0.999
+PROMPT_DROPOUT = 0.1
 
 
 def build_tokenizer(prompts: list[str], pipeline_class: type = QwenImagePipeline) -> Qwen2Tokenizer:
-    """A byte-level BPE to which every word of the template and of `prompts` is one token."""
+    """Return a byte-level BPE to which every word of the template and of `prompts` is one token."""
     bare = pipeline_class(**dict.fromkeys(pipeline_class._get_signature_types()))
-    template, cut = bare.prompt_template_encode, bare.prompt_template_encode_start_idx
-    texts = [template.format(prompt) for prompt in (NO_PROMPT, *prompts)]
+    template = bare.prompt_template_encode
+    prompts = [NO_PROMPT, *prompts]
+    texts = [template.format(prompt) for prompt in prompts]
+    learned = learn_bpe(texts)
+    merges = [tuple(merge) for merge in learned["merges"]]
+    tokenizer = Qwen2Tokenizer(learned["vocab"], merges, extra_special_tokens=SPECIAL_TOKENS, padding_side="right")
 
+    # The pipeline drops the prefix by its number of tokens, which has to be that of the published tokenizer.
+    prefix, suffix = (tokenizer(part).input_ids for part in template.split("{}"))
+    cut = bare.prompt_template_encode_start_idx
+    assert len(prefix) == cut, f"the template's prefix has {len(prefix)} tokens, the pipeline drops {cut}"
+    for prompt, ids in zip(prompts, tokenizer(texts).input_ids):
+        assert ids[:cut] == prefix, prompt
+        assert len(ids) == cut + max(len(prompt.split()), 1) + len(suffix), f"a word of {prompt!r} is not one token"
+    return tokenizer
+
+
+def learn_bpe(texts: list[str]) -> dict:
+    """Return "vocab" and "merges" of a byte-level BPE that is learned from texts without their special tokens."""
     bpe = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=4096, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator((part for text in texts for part in re.split(r"<\|\w+\|>", text)), trainer)
-    learned = json.loads(bpe.to_str())["model"]
-    merges = [tuple(merge) for merge in learned["merges"]]
-    tokenizer = Qwen2Tokenizer(learned["vocab"], merges, extra_special_tokens=SPECIAL_TOKENS, padding_side="right")
-
-    prefix, suffix = (tokenizer(part).input_ids for part in template.split("{}"))
-    assert len(prefix) == cut, f"the template's prefix has {len(prefix)} tokens, the pipeline drops {cut}"
-    for prompt, ids in zip((NO_PROMPT, *prompts), tokenizer(texts).input_ids):
-        assert ids[:cut] == prefix, prompt
-        assert len(ids) == cut + max(len(prompt.split()), 1) + len(suffix), f"a word of {prompt!r} is not one token"
-    return tokenizer
+    parts = []
+    for text in texts:
+        parts += re.split(r"<\|\w+\|>", text)
+    bpe.train_from_iterator(parts, trainer)
+    return json.loads(bpe.to_str())["model"]
 
 
 def build_text_encoder(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
-    """Qwen2.5-VL with frozen random weights: unit-variance embeddings, layers that add a little of the words before."""
-    text = dict(vocab_size=len(tokenizer), hidden_size=TEXT_DIM, intermediate_size=128, num_hidden_layers=2)
-    text |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=None)
-    text |= dict(eos_token_id=tokenizer.eos_token_id)
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    """Return Qwen2.5-VL with frozen random weights.
+
+    Embeddings have unit variance, and the layers add a little of the words before.
+    """
+    text = dict(
+        vocab_size=len(tokenizer),
+        hidden_size=TEXT_DIM,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+    )
     vision = dict(depth=1, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=TEXT_DIM)
     vision["fullatt_block_indexes"] = [0]
     token_id = tokenizer.convert_tokens_to_ids
@@ -100,7 +134,7 @@ def build_text_encoder(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForCon
 
 
 def build_pipeline(prompts: list[str], seed: int) -> QwenImagePipeline:
-    """Qwen-Image at toy size, float32, untrained. 64 x 64 pixels are 16 image tokens."""
+    """Return Qwen-Image at toy size, float32, untrained. 64 x 64 pixels are 16 image tokens."""
     tokenizer = build_tokenizer(prompts)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # diffusers draws initial weights from the global generator
@@ -131,7 +165,7 @@ def build_pipeline(prompts: list[str], seed: int) -> QwenImagePipeline:
 
 
 def rounded(module: torch.nn.Module) -> torch.nn.Module:
-    """The module in float32 with weights that bfloat16 can hold, so that what is measured is what is saved."""
+    """Round a module's float32 weights to such that bfloat16 can hold, so that what is measured is what is saved."""
     with torch.no_grad():
         for weight in module.parameters():  # not the buffers: rotary frequencies stay float32
             weight.copy_(weight.bfloat16())
@@ -139,29 +173,34 @@ def rounded(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def save(pipe: QwenImagePipeline, folder: Path) -> None:
-    """The pipeline on disk, VAE and transformer in bfloat16.
+    """Write the pipeline, VAE and transformer in bfloat16.
 
     The text encoder stays float32: transformers loads what it finds, diffusers loads float32 unless told otherwise.
     """
-    halves = {name: copy.deepcopy(getattr(pipe, name)).to(torch.bfloat16) for name in ("vae", "transformer")}
-    QwenImagePipeline(**(pipe.components | halves)).save_pretrained(folder)
+    parts = dict(pipe.components)
+    for name in ("vae", "transformer"):
+        parts[name] = copy.deepcopy(parts[name]).to(torch.bfloat16)
+    QwenImagePipeline(**parts).save_pretrained(folder)
 
 
 def sample(pipe: QwenImagePipeline, prompts: list[dict], seed: int, guidance_scale: float = 1.0) -> torch.Tensor:
-    """Images [B, 3, R, R] in [0, 1] from the pipeline's own call; guidance is CFG with the norm rescaled."""
+    """Draw images [B, 3, R, R] in [0, 1] by the pipeline's own call; guidance is CFG with the norm rescaled."""
     guidance = dict(true_cfg_scale=guidance_scale)
     if guidance_scale > 1:
         guidance["negative_prompt"] = [NO_PROMPT] * len(prompts)
-    texts, generator = [p["prompt"] for p in prompts], torch.Generator().manual_seed(seed)
+    texts = [prompt["prompt"] for prompt in prompts]
+    generator = torch.Generator().manual_seed(seed)
     size = dict(height=RESOLUTION, width=RESOLUTION, num_inference_steps=NUM_STEPS)
     return pipe(texts, **size, **guidance, generator=generator, output_type="pt").images.float()
 
 
 def vae_loss(vae: AutoencoderKLQwenImage, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """L1 and L2 on pixels, those of objects weighted up, L1 on their differences (edges), and a little KL.
+    """Return L1 and L2 on pixels, those of objects weighted up, plus L1 on their differences (edges) and a little KL.
 
     Most pixels are background: unweighted L1 is content with the median colour, and rare colours come out grey.
-    images [B, 3, R, R] in [-1, 1].
+
+    Args:
+        images: [B, 3, R, R] in [-1, 1].
     """
     posterior = vae.encode(images[:, :, None]).latent_dist
     noise = torch.randn(posterior.mean.shape, generator=generator, device=images.device)
@@ -176,13 +215,16 @@ def vae_loss(vae: AutoencoderKLQwenImage, images: torch.Tensor, generator: torch
 
 
 def train_vae(vae: AutoencoderKLQwenImage, prompts: list[dict], seconds: float, generator: torch.Generator) -> int:
-    """Train for `seconds`, the learning rate falling to zero; record the latents' statistics. Returns the steps."""
+    """Train for `seconds`, the learning rate falling to zero; record the latents' statistics. Return the steps."""
     device = generator.device.type
     with torch.no_grad():  # a narrow posterior to begin with, or its noise drowns the means until they have grown
         vae.quant_conv.bias[vae.config.z_dim :] -= 6
     optimizer = torch.optim.AdamW(vae.parameters(), lr=VAE_LR, fused=device == "cuda")
-    step, start, batches = 0, time.monotonic(), rendered(prompts, VAE_BATCH, generator)
-    while (progress := (time.monotonic() - start) / seconds) < 1:
+    batches = rendered(prompts, VAE_BATCH, generator)
+    step = 0
+    start = time.monotonic()
+    progress = 0.0
+    while progress < 1:
         optimizer.param_groups[0]["lr"] = VAE_LR * min((step + 1) / 100, 1) * 0.5 * (1 + math.cos(math.pi * progress))
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss = vae_loss(vae, next(batches)[1], generator)
@@ -191,15 +233,24 @@ def train_vae(vae: AutoencoderKLQwenImage, prompts: list[dict], seconds: float, 
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
         optimizer.step()
         step += 1
+        progress = (time.monotonic() - start) / seconds
     rounded(vae.requires_grad_(False))
-    means = torch.cat([vae.encode(next(batches)[1][:, :, None]).latent_dist.mean for _ in range(16)])
-    spread, mean = torch.std_mean(means, dim=(0, 2, 3, 4))
-    vae.register_to_config(latents_mean=mean.tolist(), latents_std=spread.tolist())
+    record_statistics(vae, batches)
     return step
 
 
+def record_statistics(vae: AutoencoderKLQwenImage, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    """Write mean and spread of the latents of 16 batches into the VAE's config."""
+    means = []
+    for _ in range(16):
+        _, images = next(batches)
+        means.append(vae.encode(images[:, :, None]).latent_dist.mean)
+    spread, mean = torch.std_mean(torch.cat(means), dim=(0, 2, 3, 4))
+    vae.register_to_config(latents_mean=mean.tolist(), latents_std=spread.tolist())
+
+
 def reconstruction(vae: AutoencoderKLQwenImage, prompts: list[dict], generator: torch.Generator) -> dict:
-    """What the VAE does to renders of `prompts`: pixel L1 on [-1, 1], accuracy before and after."""
+    """Measure what the VAE does to renders of `prompts`: pixel L1 on [-1, 1], accuracy before and after."""
     images = pictures(prompts, generator)
     with torch.no_grad():
         latents = vae.encode(images[:, :, None] * 2 - 1).latent_dist.mean
@@ -209,7 +260,10 @@ def reconstruction(vae: AutoencoderKLQwenImage, prompts: list[dict], generator: 
 
 
 def flow_matching_loss(model: FlowModel, x_0: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
-    """|v(x_sigma, sigma) - (noise - x_0)|^2, sigma logit-normal and then shifted as the scheduler shifts its grid."""
+    """Return the mean of |v(x_sigma, sigma) - (noise - x_0)|^2.
+
+    sigma is logit-normal and then shifted as the scheduler shifts its grid.
+    """
     scheduler = model.pipeline.scheduler
     config = scheduler.config
     lengths = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
@@ -223,9 +277,10 @@ def flow_matching_loss(model: FlowModel, x_0: Tensor, condition: Condition, gene
 
 @torch.no_grad()
 def batches(model: FlowModel, prompts: list[dict], generator: torch.Generator) -> Iterator[tuple[Tensor, Condition]]:
-    """Endless x_0 of rendered pictures, and their prompts. Some have none."""
+    """Yield x_0 of rendered pictures with their prompts, endlessly. The share PROMPT_DROPOUT of them has no prompt."""
     device = model.device
-    embeds, mask = model.pipeline.encode_prompt([p["prompt"] for p in prompts] + [NO_PROMPT], device)
+    texts = [prompt["prompt"] for prompt in prompts]
+    embeds, mask = model.pipeline.encode_prompt([*texts, NO_PROMPT], device)
     for index, images in rendered(prompts, BATCH, generator):
         dropped = torch.rand(BATCH, generator=generator, device=device) < PROMPT_DROPOUT
         text = index.masked_fill(dropped, len(prompts))
@@ -234,14 +289,15 @@ def batches(model: FlowModel, prompts: list[dict], generator: torch.Generator) -
 
 
 def transformer_steps(model: FlowModel, batches: Iterator[tuple[Tensor, Condition]], generator: torch.Generator):
-    """Train the transformer on x_0 and conditions, endlessly: yields (steps done, loss, EMA transformer) after every
-    step."""
-    on_gpu, transformer = model.device.type == "cuda", model.transformer
+    """Train the transformer on x_0 and conditions, endlessly; yield (steps done, loss, EMA transformer) of each."""
+    on_gpu = model.device.type == "cuda"
+    transformer = model.transformer
     ema = copy.deepcopy(transformer).requires_grad_(False)
     if on_gpu:
         torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is
         transformer.compile_repeated_blocks(dynamic=False)
-    weights, averages = list(transformer.parameters()), list(ema.parameters())
+    weights = list(transformer.parameters())
+    averages = list(ema.parameters())
     optimizer = torch.optim.AdamW(weights, lr=LR, fused=on_gpu)
     for step, (x_0, condition) in enumerate(batches, start=1):
         with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
@@ -263,23 +319,28 @@ def train_transformer(pipe: QwenImagePipeline, train: list[dict], held_out: list
     for line, transformer in evaluations(steps, args):
         current = QwenImagePipeline(**(pipe.components | {"transformer": transformer}))
         current.set_progress_bar_config(disable=True)
-        images = {f"cfg_{scale}": sample(current, held_out, args.seed, scale) for scale in (1, 4)}
-        accuracies = {name: accuracy(drawn, held_out) for name, drawn in images.items()}
+        for scale in (1, 4):
+            line[f"cfg_{scale}"] = accuracy(sample(current, held_out, args.seed, scale), held_out)
         save(current, args.out / f"step_{line['steps']:06d}")
-        print(json.dumps(dict(part="transformer") | line | accuracies), flush=True)
+        print(json.dumps({"part": "transformer"} | line), flush=True)
 
 
 def evaluations(steps: Iterator, args) -> Iterator[tuple[dict[str, float], torch.nn.Module]]:
-    """What is evaluated of (step, loss, EMA transformer), every args.eval_every_s and after args.transformer_s,
-    compilation aside: what a JSON line says of it, and the transformer, rounded."""
-    start, next_evaluation = time.monotonic(), args.eval_every_s
+    """Take steps (number, loss, EMA transformer) for args.transformer_s; yield what is to be evaluated.
+
+    That is the last step and one every args.eval_every_s: what its JSON line begins with, and the rounded transformer.
+    Compilation does not count.
+    """
+    start = time.monotonic()
+    next_evaluation = args.eval_every_s
     for step, loss, ema in steps:
         if step == 1:
             start = time.monotonic()
         seconds = time.monotonic() - start
         if seconds < min(next_evaluation, args.transformer_s):
             continue
-        yield dict(seconds=round(seconds, 1), steps=step, loss=round(loss.item(), 4)), rounded(copy.deepcopy(ema))
+        line = {"seconds": round(seconds, 1), "steps": step, "loss": round(loss.item(), 4)}
+        yield line, rounded(copy.deepcopy(ema))
         if seconds >= args.transformer_s:
             return
         next_evaluation = time.monotonic() - start + args.eval_every_s
@@ -300,10 +361,14 @@ def parser() -> argparse.ArgumentParser:
 def main(args) -> None:
     torch.backends.cudnn.benchmark = True
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    train, test = shapes_prompts("train"), shapes_prompts("test")
-    pipe = build_pipeline([p["prompt"] for p in train + test], args.seed).to(args.device)
-    vae_steps, held_out = train_vae(pipe.vae, train, args.vae_s, generator), balanced(test, args.eval_prompts)
-    print(json.dumps(dict(part="vae", steps=vae_steps) | reconstruction(pipe.vae, held_out, generator)), flush=True)
+    train = shapes_prompts("train")
+    test = shapes_prompts("test")
+    texts = [prompt["prompt"] for prompt in train + test]
+    pipe = build_pipeline(texts, args.seed).to(args.device)
+    vae_steps = train_vae(pipe.vae, train, args.vae_s, generator)
+    held_out = balanced(test, args.eval_prompts)
+    line = {"part": "vae", "steps": vae_steps} | reconstruction(pipe.vae, held_out, generator)
+    print(json.dumps(line), flush=True)
     train_transformer(pipe, train, held_out, args, generator)
 
 

@@ -50,9 +50,11 @@ TINY_QWENIMAGE = Path(locations.resolve("flow_grpo/assets/tiny_qwenimage"))
 
 
 def build_pipeline(seed: int) -> QwenImageEditPlusPipeline:
-    """Qwen-Image-Edit at toy size, float32, its transformer untrained. 64 x 64 pixels are 16 image tokens."""
-    words = [*texts(), *(prompt["prompt"] for split in ("train", "test") for prompt in shapes_prompts(split))]
-    tokenizer = build_tokenizer(words, QwenImageEditPlusPipeline)
+    """Return Qwen-Image-Edit at toy size, float32, its transformer untrained. 64 x 64 pixels are 16 image tokens."""
+    prompts = texts()
+    for split in ("train", "test"):
+        prompts += [prompt["prompt"] for prompt in shapes_prompts(split)]
+    tokenizer = build_tokenizer(prompts, QwenImageEditPlusPipeline)
     text_encoder = build_text_encoder(tokenizer, seed)
     text_encoder.model.visual.merger.mlp[-1].weight.zero_()
     with torch.random.fork_rng(devices=[]):
@@ -84,8 +86,9 @@ def build_pipeline(seed: int) -> QwenImageEditPlusPipeline:
 
 
 def save(pipeline: QwenImageEditPlusPipeline, folder: Path) -> None:
-    """The pipeline on disk, with a transformer in bfloat16 and, beside the tiny Qwen-Image, a link for its VAE."""
-    parts = pipeline.components | dict(transformer=copy.deepcopy(pipeline.transformer).to(torch.bfloat16))
+    """Write the pipeline, its transformer in bfloat16 and, beside the tiny Qwen-Image, a link for its VAE."""
+    parts = dict(pipeline.components)
+    parts["transformer"] = copy.deepcopy(pipeline.transformer).to(torch.bfloat16)
     copied = QwenImageEditPlusPipeline(**parts, source_pixels=PIXELS, seen_pixels=PIXELS)
     copied.register_to_config(processor=("transformers", "Qwen2VLProcessor"))
     copied.save_pretrained(folder)
@@ -97,7 +100,7 @@ def save(pipeline: QwenImageEditPlusPipeline, folder: Path) -> None:
 
 @torch.no_grad()
 def embeddings(model: QwenImageEdit) -> tuple[Tensor, Tensor]:
-    """Of all instructions and of none: [P, L, D] and their mask [P, L]."""
+    """Return the embeddings of all instructions and of none, [P, L, D], and their mask [P, L]."""
     source = torch.zeros(1, 3, RESOLUTION, RESOLUTION)
     picture = model.pipeline.image_processor.postprocess(source)[0]
     rows = [model.encode_one(Prompt(text, {}, (picture,)), None) for text in (*texts(), NO_PROMPT)]
@@ -107,52 +110,68 @@ def embeddings(model: QwenImageEdit) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def pairs(model: QwenImageEdit, num: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Latents [num, c, h, w] of edited pictures and of their sources, and the numbers [num] of the instructions."""
-    batches = []
+    """Draw latents [num, c, h, w] of edited pictures and of their sources, and numbers [num] of the instructions."""
+    edited = []
+    sources = []
+    instructions = []
     for _ in range(num // BATCH):
         layout = sample_sources(BATCH, generator)
         edits = sample_edits(layout, generator)
         pictures = torch.cat([render(apply(layout, edits)), render(layout)]) * 2 - 1
         with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
             latents = encoded(model.pipeline, pictures)
-        batches.append((*latents.chunk(2), text_index(layout, edits)))
-    return tuple(torch.cat(column) for column in zip(*batches))
+        edited.append(latents[:BATCH])
+        sources.append(latents[BATCH:])
+        instructions.append(text_index(layout, edits))
+    return torch.cat(edited), torch.cat(sources), torch.cat(instructions)
 
 
 def batches(model: QwenImageEdit, num_pairs: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Condition]]:
-    """Endless x_0 of edited pictures, and the sources and instructions that they are edits of. Some have none."""
-    (embeds, mask), device = embeddings(model), model.device
+    """Yield x_0 of edited pictures, with the sources and instructions that they are edits of, endlessly.
+
+    The share PROMPT_DROPOUT of them has no instruction.
+    """
+    embeds, mask = embeddings(model)
+    device = model.device
     edited, sources, instructions = pairs(model, num_pairs, generator)
     while True:
         row = torch.randint(len(edited), (BATCH,), generator=generator, device=device)
         dropped = torch.rand(BATCH, generator=generator, device=device) < PROMPT_DROPOUT
-        text, x_0 = instructions[row].masked_fill(dropped, len(embeds) - 1), edited[row]
-        x_0 = model.pipeline._pack_latents(x_0, *x_0.shape)
+        # The last text is none.
+        text = instructions[row].masked_fill(dropped, len(embeds) - 1)
+        latents = edited[row]
+        x_0 = model.pipeline._pack_latents(latents, *latents.shape)
         yield x_0, Condition(embeds[text], mask=mask[text], source_1=sources[row])
 
 
 def accuracy(model: QwenImageEdit, prompts: list[Prompt], seed: int, guidance_scale: float) -> dict[str, float]:
-    """Strict accuracy, of all and by action."""
+    """Return strict accuracy, of all prompts and by action."""
     generators = [rng.generator(seed, "noise", number) for number in range(len(prompts))]
     size = dict(height=RESOLUTION, width=RESOLUTION, num_steps=NUM_STEPS, guidance_scale=guidance_scale)
     how = dict(window=range(0), noise_level=0.0, vae_batch_size=256)
     images = pipeline_with_logprob(model.pipeline, prompts, generators, **size, **how).images
     metadata = [prompt.metadata for prompt in prompts]
     right = edits_reward.load(images.device)(images, texts_of(prompts), metadata)["accuracy"]
-    tags = {tag: [entry["tag"] == tag for entry in metadata] for tag in sorted({entry["tag"] for entry in metadata})}
-    by_tag = {tag: right[torch.tensor(rows)].mean().item() for tag, rows in tags.items()}
-    return {name: round(value, 4) for name, value in {"all": right.mean().item(), **by_tag}.items()}
+
+    tags = [entry["tag"] for entry in metadata]
+    means = {"all": round(right.mean().item(), 4)}
+    for tag in sorted(set(tags)):
+        has_tag = torch.tensor([other == tag for other in tags])
+        means[tag] = round(right[has_tag].mean().item(), 4)
+    return means
 
 
 def train(model: QwenImageEdit, prompts: list[Prompt], args, generator: torch.Generator) -> None:
-    """For args.transformer_s, compilation aside; evaluate and save every args.eval_every_s and at the end."""
+    """Train for args.transformer_s, compilation aside; evaluate and save every args.eval_every_s and at the end."""
     steps = transformer_steps(model, batches(model, args.pairs, generator), generator)
     for line, transformer in evaluations(steps, args):
-        parts = model.pipeline.components | dict(transformer=transformer)
-        current = QwenImageEditPlusPipeline(**parts, source_pixels=PIXELS, seen_pixels=PIXELS)
-        accuracies = {f"cfg_{g}": accuracy(QwenImageEdit(current, model.device), prompts, args.seed, g) for g in (1, 4)}
-        save(current, args.out / f"step_{line['steps']:06d}")
-        print(json.dumps(line | accuracies), flush=True)
+        parts = model.pipeline.components | {"transformer": transformer}
+        pipeline = QwenImageEditPlusPipeline(**parts, source_pixels=PIXELS, seen_pixels=PIXELS)
+        current = QwenImageEdit(pipeline, model.device)
+        for scale in (1, 4):
+            line[f"cfg_{scale}"] = accuracy(current, prompts, args.seed, scale)
+        save(pipeline, args.out / f"step_{line['steps']:06d}")
+        print(json.dumps(line), flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -167,7 +186,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(args) -> None:
-    torch.backends.cudnn.benchmark, device = True, torch.device(args.device)
+    torch.backends.cudnn.benchmark = True
+    device = torch.device(args.device)
     generator = torch.Generator(device).manual_seed(args.seed)
     model = QwenImageEdit(build_pipeline(args.seed).to(device), device)
     train(model, load_prompts("dataset/edits", "test"), args, generator)

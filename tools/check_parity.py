@@ -1,4 +1,4 @@
-"""Whether rollout and update agree on the log-probs of the same steps; if not, where they part first, and why.
+"""Check whether rollout and update agree on the log-probs of the same steps; if not, where they part first, and why.
 
     python tools/check_parity.py --config config/grpo.py:shapes_qwenimage_pr
     python tools/check_parity.py --config config/grpo.py:pickscore_sd3 --random_weights     one GPU, no download
@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flow_grpo.algorithms.rollout import StoredSteps
+from flow_grpo.algorithms.rollout import StepRows, StoredSteps
 from flow_grpo.base import rng
 from flow_grpo.base.formatting import markdown_table
 from flow_grpo.command_line import checks, command_line
@@ -48,7 +49,7 @@ BACKENDS = {
 
 
 class Forward(NamedTuple):
-    """What one way of computing says of R (image, step) rows."""
+    """Results of one way of computing R rows, each an image and a step."""
 
     velocity: Tensor  # [R, ...]
     mean: Tensor  # [R, ...]
@@ -64,9 +65,18 @@ class Seen(NamedTuple):
     velocity: Tensor
 
 
+class SeenRow(NamedTuple):
+    """One image of such a forward."""
+
+    x: Tensor
+    text_embeds: Tensor
+    velocity: Tensor
+
+
 def listen(run) -> list[Seen]:
     """Note every forward of the policy from now on."""
-    seen, velocity = [], run.velocity
+    seen = []
+    velocity = run.velocity
 
     def heard(x, t, condition, guidance_scale=None, size=None):
         v = velocity(x, t, condition, guidance_scale, size)
@@ -82,64 +92,81 @@ def change_weights(run, number: int) -> None:
     for name, weight in sorted(fsdp_utils.trainable_parameters(run.pipeline.transformer).items()):
         noise = torch.randn(weight.shape, generator=rng.generator(0, "parity", number, name)).to(weight)
         with torch.no_grad():
-            weight.add_(0.02 * noise if "lora_" in name else 0.02 * noise * weight.std())
+            # Half of an adapter's matrices are zero, so that their own spread would change nothing.
+            if "lora_" in name:
+                weight.add_(0.02 * noise)
+            else:
+                weight.add_(0.02 * noise * weight.std())
     run.step += 1
 
 
 def forward(run, seen, rollout: StoredSteps, rows: Tensor, size=0, change=lambda rows: rows, mode=torch.enable_grad):
-    """What the update says of `rows`, image * K + step, in minibatches of `size`, each changed, inside mode()."""
-    forwards, plan = [], run.plan
+    """Return what the update says of `rows`, image * K + step: minibatches of `size`, each changed, inside mode()."""
+    velocities = []
+    means = []
+    log_probs = []
+    plan = run.plan
     run.plan = replace(plan, batch_size=size or plan.batch_size)
     for minibatch in rows.split(run.plan.batch_size):
+        num_rows = len(minibatch)
         seen.clear()
         with mode():
             step = recompute_steps(run, change(rollout.take(minibatch, len(rows))))
-        mean = step.prev_sample_mean.detach()[:: plan.num_branches]
-        forwards.append(
-            Forward(seen[-1].velocity[: len(minibatch)], mean, step.log_prob.detach().view(len(minibatch), -1))
-        )
+        velocities.append(seen[-1].velocity[:num_rows])
+        means.append(step.prev_sample_mean.detach()[:: plan.num_branches])
+        log_probs.append(step.log_prob.detach().view(num_rows, -1))
         del step  # and its graph, before the next one is made
     run.plan = plan
-    return Forward(*(torch.cat(column) for column in zip(*forwards)))
+    return Forward(torch.cat(velocities), torch.cat(means), torch.cat(log_probs))
 
 
 def causes(run, rollout: StoredSteps, before: Callable | None) -> dict[str, dict]:
-    """What may differ between two forwards of the same rows, as arguments of `forward`.
+    """Return what may differ between two forwards of the same rows, as arguments of `forward`.
 
-    before: () -> context in which the weights are those of before their change.
+    Args:
+        before: () -> context in which the weights are those of before their change.
     """
-    size, wider = run.plan.batch_size, rollout.condition.num_tokens + 16
-    changes = {"no gradients": dict(mode=torch.no_grad)}
-    changes |= {f"batches of {n}": dict(size=n) for n in (1, size // 2, 2 * size) if n not in (0, size)}
-    changes["latents in bf16"] = dict(change=lambda rows: replace(rows, latents=rows.latents.bfloat16().float()))
+    size = run.plan.batch_size
+    changes = {"no gradients": {"mode": torch.no_grad}}
+    for number in (1, size // 2, 2 * size):
+        if number not in (0, size):
+            changes[f"batches of {number}"] = {"size": number}
+    changes["latents in bf16"] = {"change": with_rounded_latents}
     if rollout.condition.mask is not None:
-        changes["text padded by 16 more"] = dict(
-            change=lambda rows: replace(rows, condition=rows.condition.padded(wider))
-        )
-        changes["text cut to the longest prompt"] = dict(
-            change=lambda rows: replace(rows, condition=rows.condition.trimmed(1))
-        )
-    changes["eager" if run.config.compile else "compiled"] = dict(mode=lambda: other_graph(run))
+        wider = rollout.condition.num_tokens + 16
+        changes["text padded by 16 more"] = {"change": partial(with_wider_text, width=wider)}
+        changes["text cut to the longest prompt"] = {"change": with_cut_text}
+    changes["eager" if run.config.compile else "compiled"] = {"mode": partial(other_graph, run)}
     if run.config.lora.rank:
-        merged = policies.MergedWeights(run.pipeline.transformer).applied
-        changes["merged adapter"] = dict(mode=lambda: merged())
+        changes["merged adapter"] = {"mode": policies.MergedWeights(run.pipeline.transformer).applied}
     if before:
-        changes["weights of before the change"] = dict(mode=before)
-    return changes | {
-        f"{name} attention": dict(mode=lambda b=backend: sdpa_kernel(b)) for name, backend in BACKENDS.items()
-    }
+        changes["weights of before the change"] = {"mode": before}
+    for name, backend in BACKENDS.items():
+        changes[f"{name} attention"] = {"mode": partial(sdpa_kernel, backend)}
+    return changes
+
+
+def with_rounded_latents(rows: StepRows) -> StepRows:
+    return replace(rows, latents=rows.latents.bfloat16().float())
+
+
+def with_wider_text(rows: StepRows, width: int) -> StepRows:
+    return replace(rows, condition=rows.condition.padded(width))
+
+
+def with_cut_text(rows: StepRows) -> StepRows:
+    return replace(rows, condition=rows.condition.trimmed(1))
 
 
 @contextmanager
 def other_graph(run) -> Iterator[None]:
-    """Blocks compiled if they are not, eager if they are."""
+    """Compile the blocks inside if they are not compiled, or run them eagerly if they are."""
     if run.config.compile:
         with torch.compiler.set_stance("force_eager"):
             yield
         return
-    compilation.compile_units(
-        run.pipeline.transformer, run.model.SHARD_UNITS, 1 - run.config.fsdp.activation_checkpointing % 1
-    )
+    activation_memory = 1 - run.config.fsdp.activation_checkpointing % 1
+    compilation.compile_units(run.pipeline.transformer, run.model.SHARD_UNITS, activation_memory)
     try:
         with torch.enable_grad():
             yield
@@ -149,13 +176,14 @@ def other_graph(run) -> Iterator[None]:
 
 
 def some_rows(rollout: StoredSteps, size: int) -> Tensor:
-    """NUM_MINIBATCHES of `size` (image, step) rows at random."""
-    order = torch.randperm(len(rollout.image_numbers) * rollout.num_steps, generator=rng.generator(0, "rows"))
+    """Draw NUM_MINIBATCHES minibatches of `size` rows, each an image and a step: their numbers, [R] int64."""
+    num_rows = len(rollout.image_numbers) * rollout.num_steps
+    order = torch.randperm(num_rows, generator=rng.generator(0, "rows"))
     return order[: NUM_MINIBATCHES * size]
 
 
 def by_cause(run, seen, rollout: StoredSteps, rows: Tensor, before: Callable | None) -> dict[str, Tensor]:
-    """The log-probs of `rows` with each cause."""
+    """Return the log-probs [R, J] of `rows` with each cause."""
     shuffled = torch.randperm(len(rows), generator=rng.generator(0, "neighbours"))
     others = forward(run, seen, rollout, rows[shuffled])
     back = shuffled.argsort().to(others.log_prob.device)
@@ -167,41 +195,58 @@ def by_cause(run, seen, rollout: StoredSteps, rows: Tensor, before: Callable | N
 
 
 def first_difference(run, epoch: int, rollout: StoredSteps, seen: list[Seen], plain: Forward, rows: Tensor) -> str:
-    """Of what follows from one another: window, latents, text, velocity, mean, log-prob; "" if all are equal."""
+    """Return the first thing in which rollout and update differ, in words; "" if all are equal.
+
+    They are compared in the order in which one follows from the other: window, latents, text, velocity, mean, log-prob.
+    """
     index = rows.to(rollout.latents.device)
-    image_index, step_index = index // rollout.num_steps, index % rollout.num_steps
+    at = (index // rollout.num_steps, index % rollout.num_steps)
     if not torch.equal(rollout.timesteps.cpu(), planned(run, epoch, rollout)):
         return "window: an image was noisy at other steps than the others of its block"
-    x, t = rollout.latents[image_index, step_index], rollout.timesteps[image_index, step_index]
-    calls = [match(x[i], t[i], seen) for i in range(len(rows))]
-    drawn = torch.stack([call.x[row] for call, row in calls])
-    if not torch.equal(drawn, x):
-        kind = " in bf16" if torch.equal(drawn.bfloat16().float(), x) else ""
+    x = rollout.latents[at]
+    drawn = drawn_rows(x, rollout.timesteps[at], seen)
+    drawn_x = torch.stack([row.x for row in drawn])
+    if not torch.equal(drawn_x, x):
+        kind = " in bf16" if torch.equal(drawn_x.bfloat16().float(), x) else ""
         return f"latents: stored{kind}, not as the policy saw them"
-    texts = torch.stack([rollout.condition.text_embeds[i] for i in image_index])
-    seen_texts = [call.condition.text_embeds[row] for call, row in calls]
-    if any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(seen_texts, texts)):
-        return "text: the policy saw other embeddings"
-    velocities = torch.stack([call.velocity[row] for call, row in calls])
-    noted = Forward(velocities, rollout.means[image_index, step_index], rollout.log_probs[image_index, step_index])
-    names = ("velocity", "mean", "log-prob")
-    return next((name for name, a, b in zip(names, noted, plain) if not torch.equal(a, b)), "")
+    for row, image in zip(drawn, at[0]):
+        # Texts of other widths are not equal either.
+        if not torch.equal(row.text_embeds, rollout.condition.text_embeds[image]):
+            return "text: the policy saw other embeddings"
+    velocity = torch.stack([row.velocity for row in drawn])
+    if not torch.equal(velocity, plain.velocity):
+        return "velocity"
+    if not torch.equal(rollout.means[at], plain.mean):
+        return "mean"
+    if not torch.equal(rollout.log_probs[at], plain.log_prob):
+        return "log-prob"
+    return ""
 
 
 def planned(run, epoch: int, rollout: StoredSteps) -> Tensor:
-    """[B, K] f32: the timesteps that should have been noisy."""
-    timesteps, sample = run.scheduler.timesteps.cpu(), run.config.sample
+    """Return the timesteps that should have been noisy, [B, K] f32."""
+    timesteps = run.scheduler.timesteps.cpu()
     if run.plan.num_branches > 1:
         return timesteps[: rollout.num_steps].expand(len(rollout.image_numbers), -1)
-    blocks = [batch.block for batch in sampling.batches(run, epoch) for _ in batch.image_numbers]
-    noisy_steps = [
-        train_qwenimage.window_at(sample, run.config.seed, epoch, block, updates=run.step) for block in blocks
-    ]
-    return torch.stack([timesteps[list(window)][: rollout.num_steps] for window in noisy_steps])
+    config = run.config
+    noisy = []
+    for batch in sampling.batches(run, epoch):
+        window = train_qwenimage.window_at(config.sample, config.seed, epoch, batch.block, updates=run.step)
+        noisy += [timesteps[list(window)][: rollout.num_steps]] * len(batch.image_numbers)
+    return torch.stack(noisy)
+
+
+def drawn_rows(x: Tensor, t: Tensor, seen: list[Seen]) -> list[SeenRow]:
+    """Return the row of a forward of the rollout for each of R rows of latents and timesteps."""
+    drawn = []
+    for row_x, row_t in zip(x, t):
+        call, row = match(row_x, row_t, seen)
+        drawn.append(SeenRow(call.x[row], call.condition.text_embeds[row], call.velocity[row]))
+    return drawn
 
 
 def match(x: Tensor, t: Tensor, seen: list[Seen]) -> tuple[Seen, int]:
-    """The forward, and its row, at this timestep and nearest to these latents."""
+    """Return the forward, and its row, at this timestep and nearest to these latents."""
 
     def distances(call: Seen) -> Tensor:
         return (call.x - x).flatten(1).square().sum(1) + 1e9 * (call.t - t).abs()
@@ -215,33 +260,41 @@ def compare(run, seen, before: Callable | None) -> dict:
     seen.clear()
     script = train_qwenimage_pr if run.plan.num_branches > 1 else train_qwenimage
     rollout, _ = script.rollout(run, 0)
-    drawn, rows = list(seen), some_rows(rollout, run.plan.batch_size)
+    drawn = list(seen)
+    rows = some_rows(rollout, run.plan.batch_size)
     plain = forward(run, seen, rollout, rows)
     index = rows.to(rollout.latents.device)
     noted = rollout.log_probs[index // rollout.num_steps, index % rollout.num_steps]
-    result = dict(gap=largest(noted, plain.log_prob), cause="")
-    result["first"] = first_difference(run, 0, rollout, drawn, plain, rows)
-    if result["gap"] > 0:
-        gaps = {name: largest(noted, other) for name, other in by_cause(run, seen, rollout, rows, before).items()}
+    gap = largest(noted, plain.log_prob)
+    result = {"gap": gap, "cause": "", "first": first_difference(run, 0, rollout, drawn, plain, rows)}
+    if gap > 0:
+        log_probs = by_cause(run, seen, rollout, rows, before)
+        gaps = {name: largest(noted, log_prob) for name, log_prob in log_probs.items()}
         best = min(gaps, key=gaps.get)
-        result["cause"] = best if gaps[best] < 0.1 * result["gap"] else ""
+        # A cause explains the gap where it leaves less than a tenth of it.
+        if gaps[best] < 0.1 * gap:
+            result["cause"] = best
     return result
 
 
 def largest(a: Tensor, b: Tensor) -> float:
-    """max |a - b|; infinite where a kernel made a NaN."""
+    """Return max |a - b|; infinite where a kernel made a NaN."""
     return (a.double() - b.double()).abs().nan_to_num(torch.inf).max().item()
 
 
 def check(config, num_prompts: int = 2) -> dict[str, dict]:
-    """What was found of each rollout that was compared, by name."""
-    branches, size = config.sample.num_branches > 1, config.sample.batch_size
-    config.sample.num_prompts_per_epoch, config.sample.num_images_per_prompt = num_prompts, size
-    config.sample.num_branches, config.train.updates_per_epoch = 2 if branches else 1, 1
+    """Return what was found of each rollout that was compared, by name."""
+    has_branches = config.sample.num_branches > 1
+    config.sample.num_prompts_per_epoch = num_prompts
+    config.sample.num_images_per_prompt = config.sample.batch_size
+    config.sample.num_branches = 2 if has_branches else 1
+    config.train.updates_per_epoch = 1
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
-        run = startup.start(config, checks.PR if branches else checks.GRPO)
-        seen, compared, before = listen(run), {}, None
+        run = startup.start(config, checks.PR if has_branches else checks.GRPO)
+        seen = listen(run)
+        compared = {}
+        before = None
         for number, when in enumerate(("first weights", "changed weights")):
             change_weights(run, number)
             compared[when] = compare(run, seen, before)
@@ -253,21 +306,29 @@ def check(config, num_prompts: int = 2) -> dict[str, dict]:
 
 def main(config, random_weights: bool) -> int:
     if random_weights:
-        name = next(name for name in registry.names() if f"_{name}" in config.name)
-        with tempfile.TemporaryDirectory() as folder, registered(random_model(name), "Random"):
+        names = [name for name in registry.names() if f"_{name}" in config.name]
+        with tempfile.TemporaryDirectory() as folder, registered(random_model(names[0]), "Random"):
             config = full_config(config, "pr")
             config.model = random_folder(Path(folder, "model"))
             compared = check(config, num_prompts=1)
     else:
         compared = check(config)
     settings = f"{config.precision}, batches of {config.sample.batch_size}, compiled: {config.compile}"
-    rows = [[name, f"{row['gap']:.2g}", row["first"] or "-", row["cause"] or "-"] for name, row in compared.items()]
+    rows = []
+    for name, row in compared.items():
+        rows.append([name, f"{row['gap']:.2g}", row["first"] or "-", row["cause"] or "-"])
     print(f"{config.name}: {settings}\n\n{markdown_table(['rollout', 'largest gap', 'parts first at', 'like'], rows)}")
-    return int(max(result["gap"] for result in compared.values()) > config.train.clip_range / 10)
+    largest_gap = max(row["gap"] for row in compared.values())
+    return int(largest_gap > config.train.clip_range / 10)
 
 
 if __name__ == "__main__":
-    random_weights = {"--random_weights"} & set(sys.argv)  # the model in its published size
-    words = [word for word in sys.argv[1:] if word not in random_weights]
-    run = lambda config: sys.exit(main(config, bool(random_weights)))  # noqa: E731
-    command_line.run(run, command_line.parse("config/grpo.py:shapes_qwenimage_pr", arguments=words))
+    # The flag is no setting of a config, whose parser would refuse it.
+    flag = "--random_weights"
+    words = [word for word in sys.argv[1:] if word != flag]
+    random_weights = flag in sys.argv
+
+    def run_and_exit(config) -> None:
+        sys.exit(main(config, random_weights))
+
+    command_line.run(run_and_exit, command_line.parse("config/grpo.py:shapes_qwenimage_pr", arguments=words))

@@ -1,4 +1,4 @@
-"""Pictures of shapes, edits of them, and what they become: what the tiny editing model learns from, and its data set.
+"""Draw pictures of shapes, edits of them, and what they become: what the tiny editing model learns from, and its data.
 
     python tools/draw_edits.py dataset/edits
 
@@ -25,14 +25,33 @@ WORDINGS = {
     "remove": ("remove the {object}", "delete the {object}"),
     "move": ("move the {object} {to}", "shift the {object} {to}"),
 }
-EDITS = [(action, to) for action, values in VALUES.items() for to in values]
-ACTION = torch.tensor([[*VALUES].index(action) for action, _ in EDITS])  # [V]
-NAMES = [" ".join(filter(None, (color, kind))) for kind in SHAPES for color in (None, *COLORS)]
 SPLITS = {"train": (176, 960), "validation": (16, 64), "test": (64, 128)}  # pictures, prompts
 
 
+def all_edits() -> list[tuple[str, str | None]]:
+    """Return all V edits: each action with each colour or direction that it can have."""
+    edits = []
+    for action, values in VALUES.items():
+        edits += [(action, to) for to in values]
+    return edits
+
+
+def object_names() -> list[str]:
+    """Return each class without a colour and with each colour, in the order of `text_index`."""
+    names = []
+    for kind in SHAPES:
+        names.append(kind)
+        names += [f"{color} {kind}" for color in COLORS]
+    return names
+
+
+EDITS = all_edits()
+ACTION = torch.tensor([list(VALUES).index(action) for action, _ in EDITS])  # [V] int64
+NAMES = object_names()
+
+
 class Edits(NamedTuple):
-    """Of B pictures."""
+    """An edit for each of B pictures."""
 
     object: Tensor  # [B] int64, below M
     edit: Tensor  # [B] int64, below V
@@ -41,35 +60,39 @@ class Edits(NamedTuple):
 
 
 def texts() -> list[str]:
-    """All instructions, in the order of `text_index`."""
-    return [
-        WORDINGS[action][wording].format(object=name, to=to)
-        for wording in range(2)
-        for name in NAMES
-        for action, to in EDITS
-    ]
+    """Return all instructions, in the order of `text_index`."""
+    instructions = []
+    for wording in range(2):
+        for name in NAMES:
+            for action, to in EDITS:
+                instructions.append(WORDINGS[action][wording].format(object=name, to=to))
+    return instructions
 
 
 def text_index(layout: Layout, edits: Edits) -> Tensor:
-    """[B] int64, which of `texts`."""
+    """Return the number in `texts` of each picture's instruction, [B] int64."""
     row = torch.arange(len(edits.object), device=edits.object.device)
-    kind, color = layout.kind[row, edits.object], layout.color[row, edits.object]
+    kind = layout.kind[row, edits.object]
+    color = layout.color[row, edits.object]
     name = kind * (len(COLORS) + 1) + (color + 1) * edits.named
     return (edits.wording * len(NAMES) + name) * len(EDITS) + edits.edit
 
 
 def sample_sources(num: int, generator: torch.Generator) -> Layout:
-    """Two or three objects of different classes."""
+    """Draw pictures of two or three objects of different classes."""
     device = generator.device
     kind = torch.rand(num, MAX_OBJECTS, generator=generator, device=device).argsort(1)
     count = torch.randint(2, 4, (num, 1), generator=generator, device=device)
-    present, nothing = torch.arange(MAX_OBJECTS, device=device) < count, torch.full_like(kind, -1)
-    table = PromptTable(kind, nothing, present, nothing[:, 0])
+    present = torch.arange(MAX_OBJECTS, device=device) < count
+    # Any colour, and no relation.
+    any_color = torch.full_like(kind, -1)
+    anywhere = any_color[:, 0]
+    table = PromptTable(kind, any_color, present, anywhere)
     return sample_layouts(table, torch.arange(num, device=device), generator)
 
 
 def possible(layout: Layout) -> Tensor:
-    """Which edits each object can take, [B, M, V] bool: a colour that it has not, and ways that are free."""
+    """Return which edits each object can take, [B, M, V] bool: a colour that it has not, and ways that are free."""
     device = layout.kind.device
     recolor = layout.color[..., None] != torch.arange(len(COLORS), device=device)
     moved = layout.center[:, :, None] + MOVE * torch.tensor([*DIRECTIONS.values()], device=device)  # [B, M, 4, 2]
@@ -83,8 +106,9 @@ def possible(layout: Layout) -> Tensor:
 
 
 def sample_edits(layout: Layout, generator: torch.Generator) -> Edits:
-    """Actions equally often, where they are possible, of any object."""
-    device, num = generator.device, len(layout.kind)
+    """Draw actions equally often, where they are possible, of any object."""
+    device = generator.device
+    num = len(layout.kind)
     action = torch.randint(len(VALUES), (num, 1, 1), generator=generator, device=device)
     able = possible(layout)
     wanted = able & (ACTION.to(device) == action)
@@ -95,37 +119,68 @@ def sample_edits(layout: Layout, generator: torch.Generator) -> Edits:
 
 
 def apply(layout: Layout, edits: Edits) -> Layout:
-    """What the pictures become."""
-    device, row = layout.kind.device, torch.arange(len(layout.kind), device=layout.kind.device)
-    color, center, present = layout.color.clone(), layout.center.clone(), layout.present.clone()
-    recolor, (remove, move) = edits.edit < len(COLORS), (edits.edit == len(COLORS), edits.edit > len(COLORS))
+    """Return what the pictures become."""
+    device = layout.kind.device
+    row = torch.arange(len(layout.kind), device=device)
+
+    # Colours come first among the edits, then removal, then the directions.
+    color = layout.color.clone()
+    recolor = edits.edit < len(COLORS)
     color[row[recolor], edits.object[recolor]] = edits.edit[recolor]
+
+    present = layout.present.clone()
+    remove = edits.edit == len(COLORS)
     present[row[remove], edits.object[remove]] = False
+
+    center = layout.center.clone()
+    move = edits.edit > len(COLORS)
     way = torch.tensor([*DIRECTIONS.values()], device=device)[edits.edit[move] - len(COLORS) - 1]
     center[row[move], edits.object[move]] += MOVE * way
     return layout._replace(color=color, center=center, present=present)
 
 
 def metadata_of(layout: Layout, edits: Edits, sources: list[str]) -> list[dict]:
-    """Of B prompts, as the data set has them."""
-    rows, instructions = [], texts()
+    """Return the metadata of B prompts, as the data set has them."""
+    rows = []
+    instructions = texts()
     for number, text in enumerate(text_index(layout, edits).tolist()):
-        columns = (column[number].tolist() for column in layout)
-        objects = [
-            {"class": SHAPES[kind], "color": [*COLORS][color], "center": [round(c, 3) for c in center]}
-            | {"radius": round(radius, 3)}
-            for kind, color, center, radius, present in zip(*columns)
-            if present
-        ]
         action, to = EDITS[edits.edit[number]]
-        edit = {"object": edits.object[number].item(), "action": action} | ({"to": to} if to else {})
-        prompt = {"tag": action, "prompt": instructions[text], "sources": [sources[number]]}
-        rows.append(prompt | {"objects": objects, "edit": edit})
+        edit = {"object": edits.object[number].item(), "action": action}
+        if to:
+            edit["to"] = to
+        rows.append(
+            {
+                "tag": action,
+                "prompt": instructions[text],
+                "sources": [sources[number]],
+                "objects": objects_of(layout, number),
+                "edit": edit,
+            }
+        )
     return rows
 
 
+def objects_of(layout: Layout, number: int) -> list[dict]:
+    """Return the objects of one picture, as the data set has them."""
+    names = list(COLORS)
+    columns = [column[number].tolist() for column in layout]
+    objects = []
+    for kind, color, center, radius, present in zip(*columns):
+        if present:
+            x, y = center
+            objects.append(
+                {
+                    "class": SHAPES[kind],
+                    "color": names[color],
+                    "center": [round(x, 3), round(y, 3)],
+                    "radius": round(radius, 3),
+                }
+            )
+    return objects
+
+
 def write(folder: Path) -> None:
-    """The data set: a file of prompts for each split, and the pictures, which prompts share."""
+    """Write the data set: a file of prompts for each split, and the pictures, which prompts share."""
     (folder / "sources").mkdir(parents=True, exist_ok=True)
     for split, (num_pictures, num_prompts) in SPLITS.items():
         generator = rng.generator(0, "edits", split)
@@ -135,8 +190,10 @@ def write(folder: Path) -> None:
             picture.save(folder / name, optimize=True)
         which = torch.arange(num_prompts) % num_pictures
         layout = Layout(*(column[which] for column in layout))
-        rows = metadata_of(layout, sample_edits(layout, generator), [names[number] for number in which])
-        (folder / f"{split}_metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sources = [names[number] for number in which]
+        rows = metadata_of(layout, sample_edits(layout, generator), sources)
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / f"{split}_metadata.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Pictures that show what a prompt of the shapes task asks for: what the tiny model learned from, and tests grade.
+"""Draw pictures of what a prompt of the shapes task asks for: what the tiny model learned from, and tests grade.
 
 Legend: B pictures, P prompts, M = MAX_OBJECTS, R pixels a side. x runs right, y runs down, both from 0 to 1.
 """
 
 import math
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ CLEAR_OFFSET = 0.25  # of the picture's side, between the centres of two objects
 
 
 class Layout(NamedTuple):
-    """What B pictures show."""
+    """The objects of B pictures."""
 
     kind: Tensor  # [B, M] int64, index into SHAPES
     color: Tensor  # [B, M] int64, index into COLORS
@@ -31,7 +32,7 @@ class Layout(NamedTuple):
 
 
 class PromptTable(NamedTuple):
-    """What P prompts ask for, as tensors."""
+    """The objects that P prompts ask for, as tensors."""
 
     kind: Tensor  # [P, M] int64, index into SHAPES
     color: Tensor  # [P, M] int64, index into COLORS; -1 = any
@@ -40,13 +41,13 @@ class PromptTable(NamedTuple):
 
 
 def pictures(metadata: list[dict], generator: torch.Generator) -> Tensor:
-    """A random picture [3, 64, 64] of each prompt."""
+    """Return a random picture of each of P prompts, [P, 3, 64, 64] in [0, 1]."""
     table = prompt_table(metadata, generator.device)
     return render(sample_layouts(table, torch.arange(len(metadata)), generator))
 
 
 def render(layout: Layout, resolution: int = 64) -> Tensor:
-    """Antialiased pictures [B, 3, R, R] f32 in [0, 1]: a pixel's coverage is its signed distance to the edge."""
+    """Return antialiased pictures [B, 3, R, R] f32 in [0, 1]: a pixel's coverage is its signed distance to the edge."""
     device = layout.center.device
     axis = (torch.arange(resolution, device=device) + 0.5) / resolution
     colors = torch.tensor(list(COLORS.values()), device=device)
@@ -64,23 +65,30 @@ def render(layout: Layout, resolution: int = 64) -> Tensor:
 
 
 def _table_row(metadata: dict) -> tuple[list[int], list[int], int]:
-    """(kind, color, relation) of one prompt. Raises ValueError where no picture of ours could show it."""
+    """Return (kind, color, relation) of one prompt. Raises ValueError where no picture of ours could show it."""
     check_metadata(metadata)
-    names = [None, *COLORS]
-    objects = [(e["class"], e.get("color")) for e in metadata["include"] for _ in range(e["count"])]
-    if len(objects) > MAX_OBJECTS:
-        raise ValueError(f"{metadata['prompt']!r} asks for {len(objects)} objects; a picture holds {MAX_OBJECTS}")
+    kinds = []
+    colors = []
+    for item in metadata["include"]:
+        color = item.get("color")
+        kinds += [SHAPES.index(item["class"])] * item["count"]
+        colors += [-1 if color is None else list(COLORS).index(color)] * item["count"]
+    num_objects = len(kinds)
+    if num_objects > MAX_OBJECTS:
+        raise ValueError(f"{metadata['prompt']!r} asks for {num_objects} objects; a picture holds {MAX_OBJECTS}")
     relation = -1
     for subject, (name, target) in positions(metadata):
-        if (subject, target, len(objects)) != (1, 0, 2):
+        if (subject, target, num_objects) != (1, 0, 2):
             raise ValueError(f"{metadata['prompt']!r}: only include[1] can be placed, against include[0], one of each")
         relation = list(RELATIONS).index(name)
-    return [SHAPES.index(kind) for kind, _ in objects], [names.index(color) - 1 for _, color in objects], relation
+    return kinds, colors, relation
 
 
 def prompt_table(metadata: list[dict], device: torch.device | str = "cpu") -> PromptTable:
-    """P prompts as tensors, for `sample_layouts`. Raises ValueError: metadata that is malformed, or asks for more than
-    a picture holds; the message names the prompt."""
+    """Return P prompts as tensors, for `sample_layouts`.
+
+    Raises ValueError: metadata that is malformed, or asks for more than a picture holds; the message names the prompt.
+    """
     kinds, colors, relations = zip(*map(_table_row, metadata))
 
     def padded(rows):
@@ -91,22 +99,26 @@ def prompt_table(metadata: list[dict], device: torch.device | str = "cpu") -> Pr
 
 
 def _clearance(center: Tensor, radius: Tensor, present: Tensor) -> Tensor:
-    """Smallest gap between two objects of an arrangement. center [B, T, M, 2], present [B, 1, M] -> [B, T]."""
+    """Return the smallest gap between two objects of an arrangement. center [B, T, M, 2], present [B, 1, M] -> [B, T].
+
+    An object that is not there is in nobody's way.
+    """
     i, j = torch.triu_indices(MAX_OBJECTS, MAX_OBJECTS, offset=1, device=center.device)
     gap = (center[..., i, :] - center[..., j, :]).norm(dim=-1) - radius[..., i] - radius[..., j]
     return gap.masked_fill(~(present[..., i] & present[..., j]), 1.0).amin(-1)
 
 
 def _relation_margin(center: Tensor, relation: Tensor) -> Tensor:
-    """How clearly object 1 lies where the relation says, >= 0 if it does. [B, T, M, 2], [B] -> [B, T]."""
+    """Return how clearly object 1 lies where the relation says, >= 0 if it does. [B, T, M, 2], [B] -> [B, T]."""
     directions = torch.tensor(list(RELATIONS.values()), device=center.device, dtype=center.dtype)[relation][:, None]
     offset = center[..., 1, :] - center[..., 0, :]
-    along, aside = (offset * directions).sum(-1), (offset * directions.flip(-1)).sum(-1).abs()
+    along = (offset * directions).sum(-1)
+    aside = (offset * directions.flip(-1)).sum(-1).abs()
     return torch.minimum(along - CLEAR_OFFSET, along - aside).masked_fill((relation < 0)[:, None], 1.0)
 
 
 def sample_layouts(table: PromptTable, index: Tensor, generator: torch.Generator, tries: int = 256) -> Layout:
-    """Random layouts that show prompts `index` [B] int64 and nothing else, on the generator's device.
+    """Draw layouts that show prompts `index` [B] int64 and nothing else, on the generator's device.
 
     A colour that a prompt leaves open is drawn per object: "two circles" may differ. Of `tries` arrangements the first
     valid one is taken, or else the nearest to valid: about 1 in 50 of four objects, with a slightly smaller GAP.
@@ -132,27 +144,34 @@ def shapes_prompts(split: str) -> list[dict]:
 
 
 def balanced(prompts: list[dict], count: int) -> list[dict]:
-    """About `count` prompts, equally many of each tag; a tag with fewer repeats its own."""
+    """Return about `count` prompts, equally many of each tag; a tag with fewer repeats its own."""
     per_tag = math.ceil(count / len(TAGS))
-    by_tag = [[p for p in prompts if p["tag"] == tag] for tag in TAGS]
-    return [items[i % len(items)] for items in by_tag for i in range(per_tag)]
+    chosen = []
+    for tag in TAGS:
+        of_tag = [prompt for prompt in prompts if prompt["tag"] == tag]
+        chosen += [of_tag[i % len(of_tag)] for i in range(per_tag)]
+    return chosen
 
 
 def rendered(prompts: list[dict], batch: int, generator: torch.Generator):
-    """Endless (index into `prompts` [B], images [B, 3, 64, 64] in [-1, 1]), tags equally often."""
+    """Yield (index into `prompts` [B], images [B, 3, 64, 64] in [-1, 1]) endlessly, all tags equally often."""
     device = generator.device
     table = prompt_table(prompts, device)
-    tags = [p["tag"] for p in prompts]
-    weights = torch.tensor([1 / tags.count(tag) for tag in tags], device=device)
+    count = Counter(prompt["tag"] for prompt in prompts)
+    weights = torch.tensor([1 / count[prompt["tag"]] for prompt in prompts], device=device)
     while True:
         index = torch.multinomial(weights, batch, replacement=True, generator=generator)
         yield index, render(sample_layouts(table, index, generator)) * 2 - 1
 
 
 def accuracy(images: Tensor, prompts: list[dict]) -> dict:
-    """Strict accuracy of images in [0, 1]: {"all": mean over tags, tag: ...}."""
+    """Return the strict accuracy of images in [0, 1]: {"all": mean over tags, tag: ...}."""
     score = shapes_reward.load(images.device)
-    right = score(images, [p["prompt"] for p in prompts], prompts)["accuracy"].float().tolist()
-    per_tag = {tag: [r for r, p in zip(right, prompts) if p["tag"] == tag] for tag in TAGS}
-    means = {tag: round(sum(r) / len(r), 4) for tag, r in per_tag.items() if r}
+    texts = [prompt["prompt"] for prompt in prompts]
+    scores = score(images, texts, prompts)["accuracy"].float().tolist()
+    means = {}
+    for tag in TAGS:
+        of_tag = [value for value, prompt in zip(scores, prompts) if prompt["tag"] == tag]
+        if of_tag:
+            means[tag] = round(sum(of_tag) / len(of_tag), 4)
     return {"all": round(sum(means.values()) / len(means), 4)} | means

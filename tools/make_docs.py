@@ -7,6 +7,7 @@ the text of MAKERS[NAME]; words after NAME are its arguments.
 import ast
 import re
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,48 +38,72 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def first_paragraph(docstring: str) -> str:
-    """Of a docstring, on one line, without its last full stop."""
+    """Return the first paragraph of a docstring on one line, without its last full stop."""
     return " ".join(docstring.split("\n\n")[0].split()).removesuffix(".")
 
 
-def experiments() -> str:
-    """Every run of config/: what it is, its script, its size, and on how many GPUs it divides evenly."""
-    rows = []
+def every_run() -> Iterator[tuple[str, Callable]]:
+    """Yield each run of config/ after its file."""
     for file, module in CONFIGS.items():
         for run in module.RUNS:
-            config = run()
-            names = f"`{file}:{run.__name__}`", first_paragraph(run.__doc__), f"`{script_of(config)}`"
-            rows.append([*names, *size(config), gpu_counts(config)])
+            yield file, run
+
+
+def experiments() -> str:
+    """Return a table of all runs of config/: each one's script, its size, and on how many GPUs it divides evenly."""
+    rows = []
+    for file, run in every_run():
+        config = run()
+        images, steps = size(config)
+        rows.append(
+            [
+                f"`{file}:{run.__name__}`",
+                first_paragraph(run.__doc__),
+                f"`{script_of(config)}`",
+                images,
+                steps,
+                gpu_counts(config),
+            ]
+        )
     return table(["config", "what it is", "script", "epoch", "noisy steps", "GPUs"], rows)
 
 
 def script_of(config) -> str:
-    """The one that is named after its model, else the one that it is an alias of."""
-    scripts = [settings.SCRIPTS[config.algorithm].replace("*", name) for name in (family_of(config).NAME, "qwenimage")]
-    return next(script for script in scripts if (ROOT / "scripts" / script).exists())
+    """Return the script that is named after a config's model, or else the one of Qwen-Image, which takes all models."""
+    pattern = settings.SCRIPTS[config.algorithm]
+    own = pattern.replace("*", family_of(config).NAME)
+    if (ROOT / "scripts" / own).exists():
+        return own
+    return pattern.replace("*", "qwenimage")
 
 
 def size(config) -> tuple[str, str]:
-    """Of an epoch: prompts x images, or prompts x trunks x branches of a step; noisy steps and their noise level."""
+    """Return the size of an epoch and its noisy steps, in words.
+
+    The size is prompts x images, or prompts x trunks x branches of a step. Noisy steps have their noise level.
+    """
     sample = config.sample
     if config.algorithm == settings.DPO:
         return f"{sample.num_prompts_per_epoch} pairs", ""
     images = f"{sample.num_prompts_per_epoch} x {sample.num_images_per_prompt}"
-    images += f" x {sample.num_branches}" if sample.num_branches > 1 else ""
-    steps = (
-        f"{batch_plan.num_trained_steps(settings.typed(config))} of {sample.num_steps}, level {sample.noise_level:g}"
-    )
-    return images, "" if config.algorithm == settings.NFT else steps
+    if sample.num_branches > 1:
+        images += f" x {sample.num_branches}"
+    if config.algorithm == settings.NFT:
+        return images, ""
+    num_trained_steps = batch_plan.num_trained_steps(settings.typed(config))
+    return images, f"{num_trained_steps} of {sample.num_steps}, level {sample.noise_level:g}"
 
 
 def family_of(config) -> type:
-    """The model class of config.model, without a download."""
+    """Return the model class of config.model, without a download."""
     return model_classes.of_folder(registry.tiny_like(config.model))
 
 
 def gpu_counts(config) -> str:
-    plan, counts = batch_plan.plan_pairs if config.algorithm == settings.DPO else batch_plan.plan_batches, []
+    plan = batch_plan.plan_pairs if config.algorithm == settings.DPO else batch_plan.plan_batches
+    counts = []
     for count in range(1, MAX_GPUS + 1):
+        # A plan that does not divide evenly is refused.
         with suppress(ValueError):
             plan(settings.typed(config), count)
             counts.append(str(count))
@@ -86,59 +111,86 @@ def gpu_counts(config) -> str:
 
 
 def variants() -> str:
-    """Every variant, with the config files that have it."""
+    """Return a table of all variants, with the config files that have each."""
     found: dict[tuple[str, str], list[str]] = {}
     for file, module in CONFIGS.items():
         for variant in module.VARIANTS:
             key = variant.__name__, first_paragraph(variant.__doc__)
             found.setdefault(key, []).append(Path(file).stem)
-    rows = [[f"`{name}`", meaning, ", ".join(files)] for (name, meaning), files in sorted(found.items())]
+    rows = []
+    for (name, meaning), files in sorted(found.items()):
+        rows.append([f"`{name}`", meaning, ", ".join(files)])
     return table(["variant", "what it changes", "config/"], rows)
 
 
 def reward_files() -> str:
-    """Every reward, by the first paragraph of its file, and the bounds of its score."""
-    folder, rows = Path(rewards.__file__).parent, []
-    for name in sorted(path.stem for path in folder.glob("*.py") if path.stem not in (*rewards.HELPERS, "__init__")):
-        docstring = ast.get_docstring(ast.parse((folder / f"{name}.py").read_text()))
+    """Return a table of all rewards, by the first paragraph of their files, with the bounds of their scores."""
+    rows = []
+    for path in sorted(Path(rewards.__file__).parent.glob("*.py")):
+        name = path.stem
+        if name in rewards.HELPERS or name == "__init__":
+            continue
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
         bounds = "{:g} to {:g}".format(*rewards.bounds(name)).replace("inf", "infinity")
         rows.append([f"`{name}`", first_paragraph(docstring), bounds.replace("-infinity to infinity", "unbounded")])
     return table(["reward", "what it scores", "bounds"], rows)
 
 
 def model_files() -> str:
-    rows, configs = [], [run() for module in CONFIGS.values() for run in module.RUNS]
+    configs = [run() for _, run in every_run()]
+    rows = []
     for name in registry.names():
         family = model_classes.by_name(name)
-        used = sorted({config.model for config in configs if family_of(config) is family})
-        file, scale = family.__module__.replace(".", "/"), f"{family.GUIDANCE_SCALE:g}"
-        rows.append([f"`{family.PIPELINE.__name__}`", "; ".join(map(licensed, used)), f"`{file}.py`", scale])
+        used = {config.model for config in configs if family_of(config) is family}
+        file = family.__module__.replace(".", "/")
+        rows.append(
+            [
+                f"`{family.PIPELINE.__name__}`",
+                "; ".join(map(licensed, sorted(used))),
+                f"`{file}.py`",
+                f"{family.GUIDANCE_SCALE:g}",
+            ]
+        )
     head = ["diffusers pipeline", "`config.model` in config/: licence, download", "file", "guidance scale by default"]
     return table(head, rows)
 
 
 def licensed(model: str) -> str:
     known = registry.published(model)
-    return f"`{model}`" + (f": {known.licence}, {known.download_gb} GB" if known else "")
+    if not known:
+        return f"`{model}`"
+    return f"`{model}`: {known.licence}, {known.download_gb} GB"
 
 
 def measured_runs() -> str:
-    """Every row of assets/measured.json, with the images of the run's epoch."""
+    """Return a table of the rows of assets/measured.json, with the images of each run's epoch."""
     rows = []
     for row in measured.rows():
-        sample = row.config().sample
-        steps = sample.num_steps - 1 if sample.num_branches > 1 else 1
-        images = sample.num_prompts_per_epoch * sample.num_images_per_prompt * sample.num_branches * steps
-        changes = " ".join(f"{key}={value}" for key, value in row.settings.items())
-        name = f"`train_{row.run.partition('_')[2]}`" + (f" `{changes}`" if changes else "")
-        figures = [f"{row.gib:g}", f"{row.images_per_s:g}", f"{images:,}"] if row.gib else ["out of memory", "", ""]
+        name = f"`train_{row.run.partition('_')[2]}`"
+        if row.settings:
+            changes = " ".join(f"{key}={value}" for key, value in row.settings.items())
+            name += f" `{changes}`"
+        figures = ["out of memory", "", ""]
+        if row.gib:
+            figures = [f"{row.gib:g}", f"{row.images_per_s:g}", f"{images_per_epoch(row.config().sample):,}"]
         rows.append([row.card, name, *figures])
     head = ["smallest card", "run", "GiB of each", "images/s of each, on an H200 or H100", "images per epoch"]
     return table(head, rows)
 
 
+def images_per_epoch(sample) -> int:
+    """Return the images that config.sample asks for; branches leave a trunk at every step but the last."""
+    trunks = sample.num_prompts_per_epoch * sample.num_images_per_prompt
+    if sample.num_branches == 1:
+        return trunks
+    return trunks * sample.num_branches * (sample.num_steps - 1)
+
+
 def dpo_noise_levels() -> str:
-    """Noise levels that DPO draws and the sigmas that are sampled; models that share them share a row."""
+    """Return a table of the noise levels that DPO draws and the sigmas that are sampled.
+
+    Models that share them share a row.
+    """
     models: dict[tuple, list[str]] = {}
     for row in noise_levels.of_published_models():
         trained = " / ".join(f"{sigma:.2f}" for sigma in row.trained)
@@ -150,7 +202,8 @@ def dpo_noise_levels() -> str:
 
 
 def settings_tables() -> str:
-    head, parts = ["setting", "default", "meaning", "scripts", "resume"], []
+    head = ["setting", "default", "meaning", "scripts", "resume"]
+    parts = []
     for section, title in settings.SECTIONS.items():
         rows = [setting_row(setting) for setting in settings.SETTINGS if setting.section == section]
         parts.append(f"## {section or 'config'}: {title}\n\n{table(head, rows)}")
@@ -170,23 +223,35 @@ def setting_row(setting: Setting) -> list[str]:
 
 
 def code(file: str, *names: str) -> str:
-    """Functions and assignments of a Python file, as a block of code."""
+    """Return functions and assignments of a Python file as a block of code."""
     text = (ROOT / file).read_text()
-    lines, parts = text.splitlines(), []
+    lines = text.splitlines()
+    parts = []
     for node in ast.parse(text).body:
-        targets = [t.id for target in getattr(node, "targets", []) for t in ast.walk(target) if isinstance(t, ast.Name)]
-        if {getattr(node, "name", ""), *targets} & set(names):
-            decorators = [decorator.lineno for decorator in getattr(node, "decorator_list", [])]
-            first = min([node.lineno, *decorators])
-            parts.append("\n".join(lines[first - 1 : node.end_lineno]))
+        if defined_names(node) & set(names):
+            parts.append("\n".join(lines[first_line(node) - 1 : node.end_lineno]))
     assert parts, (file, names)
     return "```python\n" + "\n".join(parts) + "\n```"
 
 
+def defined_names(node: ast.stmt) -> set[str]:
+    """Return the name of a function or class, or the names that an assignment binds."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    found = set()
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            found.update(part.id for part in ast.walk(target) if isinstance(part, ast.Name))
+    return found
+
+
 def interface(file: str, *names: str) -> str:
-    """Functions and records of a Python file as a block of code: their signatures, docstrings and fields."""
+    """Return functions and records of a Python file as a block of code: their signatures, docstrings and fields."""
     text = (ROOT / file).read_text()
-    nodes = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    nodes = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            nodes[node.name] = node
     lines = text.splitlines()
     parts = [declaration(nodes[name], lines) for name in names]
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -194,7 +259,7 @@ def interface(file: str, *names: str) -> str:
 
 
 def declaration(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> str:
-    """The lines of a function up to the end of its docstring, or of a class up to its first method."""
+    """Return the lines of a function up to the end of its docstring, or of a class up to its first method."""
     if isinstance(node, ast.ClassDef):
         methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
         end = first_line(methods[0]) - 1 if methods else node.end_lineno
@@ -204,9 +269,11 @@ def declaration(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> str:
     return "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1]) + " ..."
 
 
-def first_line(node: ast.FunctionDef | ast.ClassDef) -> int:
-    """Where a function or a class begins, with its decorators."""
-    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+def first_line(node: ast.stmt) -> int:
+    """Return the line where a statement begins, with its decorators if it has any."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.decorator_list:
+        return node.decorator_list[0].lineno
+    return node.lineno
 
 
 MAKERS = {
@@ -225,7 +292,7 @@ MAKERS = {
 
 
 def made(text: str) -> str:
-    """A page with all of its blocks written anew."""
+    """Return a page with all of its blocks written anew."""
 
     def block(found: re.Match) -> str:
         name, *arguments = found[2].split()
@@ -242,6 +309,7 @@ if __name__ == "__main__":
     terminal.protect()
     for page in pages():
         old = page.read_text()
-        if (new := made(old)) != old:
+        new = made(old)
+        if new != old:
             page.write_text(new)
             print(page.relative_to(ROOT))

@@ -30,7 +30,7 @@ KINDS = {
 LIMITS = {
     "config": (0, 0, 0, 0, 0),
     "scripts": (0, 0, 0, 0, 0),
-    "tools": (40, 5, 1, 1, 18),
+    "tools": (0, 0, 0, 0, 0),
     "benchmarks": (0, 0, 0, 0, 0),
     "tests": (66, 13, 19, 7, 58),
     "flow_grpo/algorithms": (0, 0, 0, 0, 0),

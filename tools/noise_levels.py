@@ -52,7 +52,7 @@ def _of_model(hub_id: str, num_steps: int, size: Size) -> NoiseLevels:
 
 
 def with_published_scheduler(hub_id: str) -> FlowModel:
-    """The tiny model of a published one, without weights, its scheduler set as the published one is."""
+    """Return the tiny model of a published one, without weights, its scheduler set as the published one is."""
     folder = registry.tiny_like(hub_id)
     model = model_classes.of_folder(folder).without_weights(folder)
     scheduler = model.pipeline.scheduler

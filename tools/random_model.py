@@ -1,4 +1,4 @@
-"""A model of the published size with random weights, as one that a script loads: no download, nothing on a disk.
+"""Make a model of the published size with random weights, as one that a script loads: no download, nothing on a disk.
 
 `random_model` is to be `registered` under the pipeline's name that `random_folder` gives, with a run's `full_config`.
 """
@@ -20,7 +20,7 @@ from flow_grpo.weights import fsdp_utils, policies
 
 
 def random_model(name: str, sizes: Mapping[str, dict] = MappingProxyType({})) -> type[FlowModel]:
-    """The model with weights of the published size, which are random and never on a disk.
+    """Return the class of a model with weights of the published size, which are random and never on a disk.
 
     Args:
         name: of the registry, or of another size in `build_random_pipeline.OTHERS`.
@@ -28,7 +28,8 @@ def random_model(name: str, sizes: Mapping[str, dict] = MappingProxyType({})) ->
     """
     model, changes = random_pipeline.OTHERS.get(name, (name, {}))
     sizes = random_pipeline.PUBLISHED | changes | sizes
-    family, build = model_classes.by_name(model), partial(random_pipeline.BUILDERS[model], sizes)
+    family = model_classes.by_name(model)
+    build = partial(random_pipeline.BUILDERS[model], sizes)
 
     class Random(family):
         @classmethod
@@ -36,9 +37,8 @@ def random_model(name: str, sizes: Mapping[str, dict] = MappingProxyType({})) ->
             pipeline = loading.frozen(build(random_pipeline.large_random(device)), device)
             pipeline.vae.to(vae_dtype)
             if alone:  # as for pairs from a disk
-                pipeline.register_modules(
-                    **{part: None for part in pipeline.components if part.startswith(("vae", "text"))}
-                )
+                unused = [part for part in pipeline.components if part.startswith(("vae", "text"))]
+                pipeline.register_modules(**dict.fromkeys(unused))
                 gc.collect()
                 torch.cuda.reset_peak_memory_stats()
             return cls(pipeline, device)
@@ -60,7 +60,7 @@ def random_model(name: str, sizes: Mapping[str, dict] = MappingProxyType({})) ->
 
 @contextlib.contextmanager
 def registered(family: type[FlowModel], pipeline_name: str):
-    """Inside, `family` is the model of pipelines of this name."""
+    """Make `family` the model of pipelines of this name inside the block."""
     before = dict(registry.MODELS)
     registry.MODELS[pipeline_name] = family
     try:
@@ -71,23 +71,25 @@ def registered(family: type[FlowModel], pipeline_name: str):
 
 
 def random_folder(folder: Path) -> str:
-    """A diffusers folder of nothing, whose pipeline is called "Random"."""
+    """Make a diffusers folder of nothing, whose pipeline is called "Random"; return its path."""
     folder.mkdir()
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "Random"}))
     return str(folder)
 
 
 def attach_adapters(model: FlowModel, lora) -> None:
-    """As a run does on one GPU, by config.lora, in bf16."""
+    """Attach adapters as a run does on one GPU, by config.lora, in bf16."""
     policies.attach(model.transformer, lora, model.LORA_TARGETS)
     how = dict(units=model.SHARD_UNITS, weights=None, init=policies.adapter_init(lora, 0))
     fsdp_utils.prepare(model.network, None, **how, device=model.device, precision="bf16")
 
 
 def full_config(config, kind: str, edits: bool = False):
-    """The published run of this script on the shapes task or on that of `edits`, whose sources take about 200 tokens of
-    text, with fewer prompts (1 or 2) or pairs (64)."""
-    task, config.text_tokens = ("edits", 256) if edits else ("shapes", 48)
-    config.dataset, config.reward_fn = f"dataset/{task}", {task: 1.0}
+    """Return the published run of a script on the shapes task or on that of `edits`, with fewer prompts or pairs."""
+    # The sources of an edit take about 200 tokens of text.
+    config.text_tokens = 256 if edits else 48
+    task = "edits" if edits else "shapes"
+    config.dataset = f"dataset/{task}"
+    config.reward_fn = {task: 1.0}
     config.sample.num_prompts_per_epoch = {"pr": 1, "nft": 1, "dpo": 64}.get(kind, 2)
     return config

@@ -11,6 +11,7 @@ order of the sources. Empty prompts are left out, and with --longest those of mo
 
 import argparse
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -39,7 +40,7 @@ SPLITS = ("test", "validation", "train")
 
 
 def rows(path: Path, column: str) -> Iterator[dict]:
-    """Objects with "prompt". Raises UserError for a source that has none."""
+    """Yield the objects of a source, each with "prompt". Raises UserError for a source that has none."""
     for row in prompt_files.read_rows(path, column):
         yield row.metadata | {"prompt": row.text}
 
@@ -49,8 +50,10 @@ def order(text: str) -> bytes:
 
 
 def split(prompts: Iterable[dict], num_test: int, num_validation: int, longest: int) -> dict[str, list[dict]]:
-    """The rows of each split, each prompt once, in the order of their sources. Raises UserError: fewer prompts than the
-    splits need."""
+    """Return the rows of each split, each prompt once, in the order of their sources.
+
+    Raises UserError: fewer prompts than the splits need.
+    """
     unique = {}
     for row in prompts:
         text = " ".join(row["prompt"].split())
@@ -59,23 +62,32 @@ def split(prompts: Iterable[dict], num_test: int, num_validation: int, longest: 
     if len(unique) <= num_test + num_validation:
         raise UserError(f"{len(unique)} prompts are too few for {num_test} test and {num_validation} validation ones")
     drawn = sorted(unique, key=order)
-    held = dict.fromkeys(drawn[:num_test], "test") | dict.fromkeys(drawn[num_test:][:num_validation], "validation")
-    return {name: [row for text, row in unique.items() if held.get(text, "train") == name] for name in SPLITS}
+    held = dict.fromkeys(drawn[:num_test], "test")
+    held |= dict.fromkeys(drawn[num_test : num_test + num_validation], "validation")
+    splits = {name: [] for name in SPLITS}
+    for text, row in unique.items():
+        splits[held.get(text, "train")].append(row)
+    return splits
 
 
 def write(splits: dict[str, list[dict]], out: Path) -> None:
-    """NAME.txt, or NAME_metadata.jsonl where a prompt has more than its text."""
+    """Write NAME.txt, or NAME_metadata.jsonl where a prompt has more than its text."""
     out.mkdir(parents=True, exist_ok=True)
-    plain = all(row.keys() == {"prompt"} for rows in splits.values() for row in rows)
-    for name, lines in splits.items():
-        file = out / (f"{name}.txt" if plain else f"{name}_metadata.jsonl")
-        text = "".join((row["prompt"] if plain else json.dumps(row, ensure_ascii=False)) + "\n" for row in lines)
-        file.write_text(text, encoding="utf-8")
+    all_rows = itertools.chain(*splits.values())
+    has_text_alone = all(row.keys() == {"prompt"} for row in all_rows)
+    for name, split_rows in splits.items():
+        if has_text_alone:
+            file = out / f"{name}.txt"
+            lines = [row["prompt"] + "\n" for row in split_rows]
+        else:
+            file = out / f"{name}_metadata.jsonl"
+            lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in split_rows]
+        file.write_text("".join(lines), encoding="utf-8")
         print(f"{file}: {len(lines)} prompts")
 
 
 def main(args: argparse.Namespace) -> None:
-    prompts = (row for source in args.sources for row in rows(source, args.column))
+    prompts = itertools.chain.from_iterable(rows(source, args.column) for source in args.sources)
     write(split(prompts, args.test, args.validation, args.longest), args.out)
 
 
