@@ -2,6 +2,8 @@
 
 import ast
 import importlib.util
+import itertools
+import math
 import re
 import shlex
 
@@ -36,7 +38,8 @@ def check(words, own_configs):
     """
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         words = words[1:]
-    program, arguments = words[0], words[1:]
+    program = words[0]
+    arguments = words[1:]
     if program.endswith((".sh", ".py")):
         assert (ROOT / program).is_file(), words
         program, arguments = ("torchrun", arguments) if arguments else ("", [])
@@ -53,7 +56,7 @@ def check(words, own_configs):
 
 
 def check_python(words, own_configs):
-    """What stands behind `python` or `torchrun`."""
+    """Look up the words that stand behind `python` or `torchrun`."""
     words = by_path(words)
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]), words
@@ -61,24 +64,34 @@ def check_python(words, own_configs):
     if words[0] == "-c":
         ast.parse(words[1])
         return
-    places = [i for i, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")]
-    if not places:  # torchrun's options alone
-        assert all(word.startswith("-") for word in words), words
+    options = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+    if options == words:  # torchrun's options alone
         return
-    place = places[0]
-    script, arguments = ROOT / words[place], [word for word in words[place + 1 :] if word != "$@"]
-    assert script.is_file(), words
-    source = script.read_text()
-    if TRAINING.search(words[place]):
-        for written, path in own_configs.items():
-            arguments = [word.replace(written, str(path)) for word in arguments]
-        config = command_line.config_of(arguments, DEFAULT.search(source)[1])
-        assert config.algorithm in table.SCRIPTS
-        if "prepare_preferences" not in words[place]:
-            plan(config, gpus(words[:place]))
+    script, *arguments = words[len(options) :]
+    assert (ROOT / script).is_file(), words
+    source = (ROOT / script).read_text()
+    if not TRAINING.search(script):
+        check_flags(arguments, source)
         return
-    for flag in [word.partition("=")[0] for word in arguments if word.startswith("--")]:
-        assert f'"{flag}"' in source or flag.startswith("--config"), (flag, words)
+    own = [with_own_config(word, own_configs) for word in arguments if word != "$@"]
+    config = command_line.config_of(own, DEFAULT.search(source)[1])
+    assert config.algorithm in table.SCRIPTS
+    if "prepare_preferences" not in script:
+        plan(config, gpus(options))
+
+
+def check_flags(arguments, source):
+    """Look flags up in a script's text."""
+    for word in arguments:
+        if word.startswith("--") and not word.startswith("--config"):
+            flag = word.partition("=")[0]
+            assert f'"{flag}"' in source, (flag, arguments)
+
+
+def with_own_config(word, own_configs):
+    for written, path in own_configs.items():
+        word = word.replace(written, str(path))
+    return word
 
 
 def by_path(words):
@@ -92,5 +105,5 @@ def by_path(words):
 
 def gpus(options):
     """World size that torchrun's options say; 1 without it."""
-    said = {key: int(value) for key, value in re.findall(r"--(nnodes|nproc_per_node)=(\d+)", " ".join(options))}
-    return said.get("nnodes", 1) * said.get("nproc_per_node", 1)
+    numbers = re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", " ".join(options))
+    return math.prod(map(int, numbers))

@@ -28,7 +28,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """What has been imported stays: to look through it again takes a tenth of a small run's time."""
+    """Keep what has been imported: to look through it again takes a tenth of a small run's time."""
     gc.collect()
     gc.freeze()
     if "warm" in sys.modules:

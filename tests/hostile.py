@@ -27,7 +27,8 @@ def http_server(answer):
         def log_message(self, *args):
             pass
 
-    counted, lock = [], threading.Lock()
+    counted = []
+    lock = threading.Lock()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()  # s until it sees its shutdown

@@ -1,4 +1,4 @@
-"""What pages name in backticks: settings with their values, configs, variants, files, flags and Python's names."""
+"""Look up what pages name in backticks: settings and values, configs, variants, files, flags and Python's names."""
 
 import ast
 import contextlib
@@ -41,44 +41,60 @@ def ours(text):
 
 def spans(text):
     """All code in backticks."""
-    return [span for line in ours(text) for span in re.findall(r"`([^`]+)`", line)]
+    found = []
+    for line in ours(text):
+        found += re.findall(r"`([^`]+)`", line)
+    return found
+
+
+def python_files(*folders):
+    for folder in folders:
+        yield from (ROOT / folder).rglob("*.py")
 
 
 @functools.cache
 def python_names():
     """Everything that the sources define, read or spell as a text of one word, and what tests define."""
     names = set()
-    for path in (path for folder in (*SOURCES, "tests") for path in (ROOT / folder).rglob("*.py")):
+    for path in python_files(*SOURCES, "tests"):
         names |= {path.stem, path.parent.name}
         fields = ("name",) if path.parent.name == "tests" else ("id", "name", "attr", "arg", "module", "value")
         for node in ast.walk(ast.parse(path.read_text())):
-            texts = [getattr(node, field, None) for field in fields]
-            names |= {word for text in texts if isinstance(text, str) for word in text.split(".")}
+            for field in fields:
+                text = getattr(node, field, None)
+                if isinstance(text, str):
+                    names.update(text.split("."))
     return names
 
 
 @functools.cache
 def configs():
     """Names of all runs, and of all variants."""
-    modules = make_docs.CONFIGS.values()
-    runs = {run.__name__ for module in modules for run in module.RUNS}
-    return runs, {variant.__name__ for module in modules for variant in module.VARIANTS}
+    runs = set()
+    variants = set()
+    for module in make_docs.CONFIGS.values():
+        runs.update(run.__name__ for run in module.RUNS)
+        variants.update(variant.__name__ for variant in module.VARIANTS)
+    return runs, variants
 
 
 @functools.cache
 def file_names():
     """Names of all files of the repository's folders, and of its root."""
-    names = {path.name for folder in FILES for path in (ROOT / folder).rglob("*")}
-    return names | {path.name for path in ROOT.iterdir()}
+    names = {path.name for path in ROOT.iterdir()}
+    for folder in FILES:
+        names.update(path.name for path in (ROOT / folder).rglob("*"))
+    return names
 
 
 @functools.cache
 def flags():
     """All flags that a command of this repository takes."""
-    sources = [path.read_text() for folder in SOURCES for path in (ROOT / folder).rglob("*.py")]
-    written = {flag for source in sources for flag in re.findall(r'"(--[\w-]+)[",]', source)}
-    of_pairs = {f"--{name}" for name in prepare_preferences.Options._fields}
-    return written | of_pairs | {"--config", "--nproc_per_node"}
+    found = {"--config", "--nproc_per_node"}
+    found.update(f"--{name}" for name in prepare_preferences.Options._fields)
+    for path in python_files(*SOURCES):
+        found.update(re.findall(r'"(--[\w-]+)[",]', path.read_text()))
+    return found
 
 
 def key_of(text):
@@ -101,7 +117,7 @@ def check_value(setting, text):
 
 
 def problem(span):
-    """What is wrong with a span of code, as a sentence; "" where it names what is there, or nothing of ours."""
+    """Say what is wrong with a span of code, as a sentence; "" where it names what is there, or nothing of ours."""
     words = span.split()
     if span in OUTSIDE:
         return ""
@@ -122,27 +138,29 @@ def flag_problem(flag):
 
 
 def setting_problem(key, value=None):
-    """What is wrong with a dotted name whose first word is a section's, and with its value."""
+    """Say what is wrong with a dotted name whose first word is a section's, and with its value."""
     if PLACEHOLDER.search(key) or key in SECTIONS:
         return ""
     setting = key_of(key)
     if setting and value and not PLACEHOLDER.search(value):
         return value_problem(setting, value)
-    return "" if setting or key.rpartition(".")[2] in ENDINGS else "no such setting"
+    is_there = setting or key.rpartition(".")[2] in ENDINGS
+    return "" if is_there else "no such setting"
 
 
 def argument_problem(name, value):
-    """What is wrong with a setting without a section and its value, or with the name of an argument of Python's."""
+    """Say what is wrong with a setting without a section and its value, or with an argument's name of Python's."""
     return setting_problem(name, value) if key_of(name) else name_problem(name)
 
 
 def config_problem(name, variants=""):
-    """What is wrong with a run and its variants, or with a script and them."""
+    """Say what is wrong with a run and its variants, or with a script and them."""
     runs, known = configs()
     is_file = name in file_names() or f"{name}.py" in file_names()
     measured = {name.replace("train_", kind) for kind in ("pickscore_", "editreward_")}  # of a line of will_it_fit.md
     is_there = not name or is_file or PLACEHOLDER.search(name) or name in runs or measured & runs
-    return "" if is_there and {*variants.split(",")} <= known | {""} else "no such run or variant"
+    has_variants = {*variants.split(",")} <= known | {""}
+    return "" if is_there and has_variants else "no such run or variant"
 
 
 def file_problem(path):
@@ -151,7 +169,7 @@ def file_problem(path):
 
 
 def name_problem(name):
-    """What is wrong with a name of Python's, of a setting, a metric or a config."""
+    """Say what is wrong with a name of Python's, of a setting, a metric or a config."""
     is_free = keyword.iskeyword(name) or PLACEHOLDER.search(name) or name in OUTSIDE
     if is_free or explain(name) or key_of(name) or not config_problem(name):
         return ""
@@ -160,7 +178,7 @@ def name_problem(name):
 
 
 def command_problem(line):
-    """What is wrong with a command that stands in a sentence."""
+    """Say what is wrong with a command that stands in a sentence."""
     if PLACEHOLDER.search(line.partition(" --")[0]):
         return ""
     try:
@@ -191,11 +209,21 @@ def values(text):
 @functools.cache
 def older_names():
     """Names and values of older configs that are none today."""
-    today = {choice for setting in table.SETTINGS for choice in setting.choices}
-    values = {value for names in stored_config.RENAMED.values() for value in names}
-    values |= {value for _, value in stored_config.WITHOUT_EFFECT if isinstance(value, str) and value}
-    keys = {name for key in stored_config.MOVED for name in (key, f"config.{key}", f"--config.{key}")}
-    return keys | {value for value in values - today if value.isidentifier() or value[0].isdigit()}
+    older = set()
+    for key in stored_config.MOVED:
+        older |= {key, f"config.{key}", f"--config.{key}"}
+
+    values = set()
+    for names in stored_config.RENAMED.values():
+        values.update(names)
+    for _, value in stored_config.WITHOUT_EFFECT:
+        if isinstance(value, str) and value:
+            values.add(value)
+    for setting in table.SETTINGS:
+        values.difference_update(setting.choices)
+    # A value that is no word may stand for other things.
+    older.update(value for value in values if value.isidentifier() or value[0].isdigit())
+    return older
 
 
 SECTIONS = {setting.section for setting in table.SETTINGS} - {""}

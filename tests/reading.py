@@ -14,8 +14,12 @@ ROLES = ("rollout", "add_gradients", "advantages")
 def recorded_reads(monkeypatch):
     """Yields {key: the roles inside which it is read}, which fills while the block trains; a key that is read elsewhere
     has "" among its roles. Settings that are read back from a run's folder do not count."""
-    prefixes = {Config: ""} | {type(getattr(Config(), name)): f"{name}." for name in table.SECTIONS if name}
-    found, read_back = defaultdict(set), []
+    prefixes = {Config: ""}
+    for name in table.SECTIONS:
+        if name:
+            prefixes[type(getattr(Config(), name))] = f"{name}."
+    found = defaultdict(set)
+    read_back = []
 
     def noting(section, name):
         value = object.__getattribute__(section, name)
@@ -44,7 +48,8 @@ def _reader(frame):
     if frame.f_globals["__name__"].startswith(("flow_grpo.command_line", "flow_grpo.settings", "dataclasses")):
         return None
     while frame is not None:
-        name, module = frame.f_code.co_name, frame.f_globals["__name__"]
+        name = frame.f_code.co_name
+        module = frame.f_globals["__name__"]
         if name in ROLES and (module.startswith("train_qwenimage") or module == "flow_grpo.run.rewards"):
             return name
         frame = frame.f_back

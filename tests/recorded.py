@@ -112,6 +112,7 @@ def go_on(run, folder, **more):
 def assert_same(folder, other, epoch=EPOCHS):
     """All that two runs logged, and the tensors of their checkpoints, bit for bit."""
     assert lines_of(folder) == lines_of(other)
-    ours, theirs = stored(folder, epoch), stored(other, epoch)
+    ours = stored(folder, epoch)
+    theirs = stored(other, epoch)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())

@@ -4,7 +4,7 @@ from flow_grpo.base.errors import UserError
 
 
 def refusal(check, *arguments):
-    """What a check says, "" if it says nothing. Any other error than ValueError is the test's."""
+    """Return what a check says, "" if it says nothing. Any other error than ValueError is the test's."""
     try:
         check(*arguments)
     except ValueError as error:
@@ -13,7 +13,7 @@ def refusal(check, *arguments):
 
 
 def otherwise(call, words, error=UserError):
-    """What a call does instead of refusing in one line that holds all words; "" if it does so."""
+    """Return what a call does instead of refusing in one line that holds all words; "" if it does so."""
     try:
         call()
     except Exception as raised:
@@ -25,5 +25,9 @@ def otherwise(call, words, error=UserError):
 
 def assert_refused(rows):
     """Args: rows: (name, call, words), or with the kind of error for a fourth."""
-    found = [(name, otherwise(call, words, *error)) for name, call, words, *error in rows]
-    assert not [said for _, said in found if said], "\n".join(f"{name} -> {said}" for name, said in found if said)
+    wrong = []
+    for name, call, words, *error in rows:
+        said = otherwise(call, words, *error)
+        if said:
+            wrong.append(f"{name} -> {said}")
+    assert not wrong, "\n".join(wrong)

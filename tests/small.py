@@ -1,4 +1,4 @@
-"""Runs small enough for tests, and what they logged."""
+"""Make runs small enough for tests, and read what they logged."""
 
 import ctypes
 import itertools
@@ -29,7 +29,8 @@ from flow_grpo.monitoring.plots import TEXTS
 from flow_grpo.settings import config_files, table
 
 ROOT = Path(__file__).parents[1]
-CHECKS = {check.algorithm: check for check in (checks.GRPO, checks.PR, checks.NFT, checks.DPO, checks.DISTILL)}
+SCRIPT_CHECKS = (checks.GRPO, checks.PR, checks.NFT, checks.DPO, checks.DISTILL)
+CHECKS = {check.algorithm: check for check in SCRIPT_CHECKS}
 SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
 SOURCES = sorted((ROOT / "dataset/edits/sources").glob("test_*.png"))
 MODELS = {name: model_classes.by_name(name) for name in registry.names()}
@@ -41,8 +42,9 @@ CLOCKS = ("written_at", "time/", "images_per_s", "memory/")  # figures that no t
 
 def as_prompts(texts, name="qwenimage"):
     """Prompts of these texts, each with a source image where the model takes some."""
-    sources = SOURCES if MODELS[name].MOST_SOURCES else [None] * len(SOURCES)
-    return [Prompt(text, {}, (source,) if source else ()) for text, source in zip(texts, itertools.cycle(sources))]
+    if not MODELS[name].MOST_SOURCES:
+        return [Prompt(text) for text in texts]
+    return [Prompt(text, {}, (source,)) for text, source in zip(texts, itertools.cycle(SOURCES))]
 
 
 def random_images(count, side=64, seed=0):
@@ -51,21 +53,21 @@ def random_images(count, side=64, seed=0):
 
 
 def generators(count):
-    """Of the noise of so many images."""
+    """Generators of the noise of `count` images."""
     return [rng.generator(0, "noise", number) for number in range(count)]
 
 
 def plan(config, world_size=1):
     """How the images or the pairs of a config divide over ranks."""
-    return (batch_plan.plan_pairs if config.algorithm == table.DPO else batch_plan.plan_batches)(
-        table.typed(config), world_size
-    )
+    divide = batch_plan.plan_pairs if config.algorithm == table.DPO else batch_plan.plan_batches
+    return divide(table.typed(config), world_size)
 
 
 def file_of(name):
     """The config file of a run."""
     kind = name.split(",")[0].split("_")[-1]
-    return f"config/{kind if kind in ('nft', 'dpo') else 'grpo'}.py"
+    file = kind if kind in ("nft", "dpo") else "grpo"
+    return f"config/{file}.py"
 
 
 def remembered(call):
@@ -121,8 +123,10 @@ def command_of(name, output_dir, **overrides):
     script = name.split(",")[0].replace("shapes", "scripts/train") + ".py"
     branches = dict(sample__num_branches=3) if "_pr" in name else {}
     how = dict(output_dir=output_dir) | branches | few(overrides)
-    flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in how.items()]
-    return [script, f"--config={file_of(name)}:{name},smoke", *flags]
+    command = [script, f"--config={file_of(name)}:{name},smoke"]
+    for key, value in how.items():
+        command.append(f"--config.{key.replace('__', '.')}={value}")
+    return command
 
 
 def loaded(name, folder="", **parts):
@@ -146,21 +150,27 @@ def make_shallow(folder):
 def few_prompts(folder, count=24, splits=("train", "test"), name="qwenimage"):
     """A dataset of some prompts of shapes, spread over its files, with source images where the model takes some."""
     folder.mkdir()
-    sources = [{"sources": [str(path)]} for path in SOURCES] if MODELS[name].MOST_SOURCES else [{}]
     for split in splits:
         lines = (ROOT / f"dataset/shapes/{split}_metadata.jsonl").read_text().splitlines()
-        rows = zip(lines[:: len(lines) // count][:count], itertools.cycle(sources))
-        text = "".join(json.dumps(json.loads(line) | source) + "\n" for line, source in rows)
-        (folder / f"{split}_metadata.jsonl").write_text(text)
+        chosen = lines[:: len(lines) // count][:count]
+        with (folder / f"{split}_metadata.jsonl").open("w") as file:
+            for line, source in zip(chosen, itertools.cycle(SOURCES)):
+                row = json.loads(line)
+                if MODELS[name].MOST_SOURCES:
+                    row["sources"] = [str(source)]
+                file.write(json.dumps(row) + "\n")
     return str(folder)
 
 
 def evaluated(folder, *arguments):
-    """What evaluate.py writes to folder/out, and the means of each row."""
+    """Run evaluate.py on folder/out; return what it writes there, and the means of each row."""
     evaluate.main(evaluate.parser().parse_args(["--out", str(folder / "out"), *map(str, arguments)]))
     newest = max(folder.glob("out*"), key=lambda path: path.stat().st_mtime_ns)
     found = json.loads((newest / "scores.json").read_text())
-    return found, [{name: part["mean"] for name, part in row["all"].items()} for row in found["rows"]]
+    means = []
+    for row in found["rows"]:
+        means.append({name: part["mean"] for name, part in row["all"].items()})
+    return found, means
 
 
 def prepare(name, folder, **overrides):
@@ -173,7 +183,7 @@ def prepare(name, folder, **overrides):
 
 
 def record(epoch, value=0.5, **how):
-    """What best/ is told of an evaluation."""
+    """The record of an evaluation, as best/ is given it."""
     how = dict(split="validation", num_prompts=8, noises_per_prompt=1, num_steps=4, guidance_scale=1.0) | how
     how = dict(best_by="avg", height=64, width=64, vae_precision="fp32") | how
     return best.Evaluation(epoch=epoch, step=2 * epoch, value=value, figures={"avg": value}, **how)
@@ -181,23 +191,33 @@ def record(epoch, value=0.5, **how):
 
 def exported(folder):
     """The file of weights in the folder of a run, or in its best/: a LoRA's, or the whole transformer's."""
-    names = "pytorch_lora_weights.safetensors", "transformer/diffusion_pytorch_model.safetensors"
-    (path,) = [folder / name for name in names if (folder / name).is_file()]
-    return path
+    lora = folder / "pytorch_lora_weights.safetensors"
+    whole = folder / "transformer/diffusion_pytorch_model.safetensors"
+    assert lora.is_file() != whole.is_file()
+    return lora if lora.is_file() else whole
 
 
 def stored(folder, epoch):
     """All tensors of a checkpoint that one rank wrote."""
-    files = (folder / "checkpoints" / f"epoch_{epoch:06d}" / "state").iterdir()
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    tensors = {}
+    for file in (folder / "checkpoints" / f"epoch_{epoch:06d}" / "state").iterdir():
+        tensors |= load_file(file)
+    return tensors
 
 
 def lines_of(folder, kind=None):
     """The lines of metrics.jsonl without clocks."""
-    rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
-    assert {name for row in rows for name in row if not explain(name)} <= {*TEXTS}
-    rows = [row for row in rows if kind in (None, row["kind"])]
-    return [{key: value for key, value in row.items() if not key.startswith(CLOCKS)} for row in rows]
+    found = []
+    for line in Path(folder, "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert all(explain(name) or name in TEXTS for name in row), row
+        if kind in (None, row["kind"]):
+            found.append(without_clocks(row))
+    return found
+
+
+def without_clocks(row):
+    return {name: value for name, value in row.items() if not name.startswith(CLOCKS)}
 
 
 def change_json(path, **changes):
@@ -224,7 +244,8 @@ def no_file_above(size):
 @contextmanager
 def permissions_hold():
     """A folder that its mode makes read-only is so for root, too, who lays down the right to override modes."""
-    libc, override = ctypes.CDLL(None), 1 << 1  # CAP_DAC_OVERRIDE
+    libc = ctypes.CDLL(None)
+    override = 1 << 1  # CAP_DAC_OVERRIDE
     header = (ctypes.c_uint32 * 2)(0x20080522)  # the interface's version; of this thread
     rights = (ctypes.c_uint32 * 6)()  # effective, permitted and inheritable ones, twice 32 of them
     assert libc.capget(header, rights) == 0

@@ -1,4 +1,4 @@
-"""What the benchmarks compute besides times."""
+"""Benchmarks: the work that they count, the runs that they make, and their tables."""
 
 import json
 import re
@@ -40,13 +40,16 @@ def test_the_work_of_an_epoch_is_counted_by_phase(shallow, tmp_path, monkeypatch
     how = dict(sample__guidance_scale=4.0, sample__completion_batch_size=1, sample__num_prompts_per_epoch=2)
     how |= dict(sample__num_images_per_prompt=2, sample__num_branches=2, model=shallow["model"])
     config = config_of("shapes_qwenimage_pr", tmp_path, **how)
-    config.sample.flash_ratio, config.sample.rollout_weights, branches = 0.0, "exact", config.sample.num_branches
+    config.sample.flash_ratio = 0.0
+    config.sample.rollout_weights = "exact"
+    branches = config.sample.num_branches
     monkeypatch.setattr(update, "move_weights", update.move_weights)  # to be put back
     figures = bench.epoch_metrics("train_qwenimage_pr", config, MODELS["qwenimage"])
     assert figures["first_update_s"] > 0
     assert config.dataset.endswith("/prompts"), "bench.one_prompt's"
     model = loaded("qwenimage", shallow["model"])
-    condition, size = model.encode(as_prompts(["a"]), width=config.text_tokens), training_size(config)
+    condition = model.encode(as_prompts(["a"]), width=config.text_tokens)
+    size = training_size(config)
     row = row_flops(model, condition, size) + row_flops(model, condition.negative, size)
     trunks = config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
     rollout_flops = figures["rollout_tflops"] * figures["time/rollout_s"] * 1e12
@@ -57,7 +60,7 @@ def test_the_work_of_an_epoch_is_counted_by_phase(shallow, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_pr", "train_sd3_nft", "train_sd3_dpo", *LATER])
 def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(script):
-    """Its weights are random, and none is made here."""
+    """The weights of such a run are random, and none is made here."""
     name, family, config = bench.setup(bench.parser().parse_args(["--script", script, "--size", "full"]))
     checks.check(config, CHECKS[config.algorithm])
     assert plan(config).batches_per_epoch >= 1
@@ -91,7 +94,7 @@ LAST = {"kind": "test", "epoch": 4, "step": 0, "test_best/shapes_accuracy": 0.55
 
 
 def made_up(folder):
-    """Of "grpo" one seed that went up and down, one that was cut short, and none of seed 3; nothing of the others."""
+    """Write runs of "grpo": a seed that went up and down, one that was cut short, and none of seed 3."""
     epochs = [epoch(n, 10 * n + 10, 40, 2.0, 1.0) for n in range(4)]
     up_and_down = [*result(0, 0.4, 0.3), *epochs[:2], *result(2, 0.6, 0.5), *epochs[2:], *result(4, 0.5, 0.4), LAST]
     write(folder / "grpo_seed1", up_and_down)
@@ -132,7 +135,8 @@ def test_the_table_has_a_row_for_every_run_and_the_numbers_worked_out_by_hand(tm
     learn.main(learn.parser().parse_args(["draw", "--out", str(tmp_path)]))
     rows = (tmp_path / "table.md").read_text().splitlines()[4:]
     assert [row.split(" | ")[0] for row in rows[:-1]] == [f"| {run.title}" for run in learn.RUNS]
-    assert len({run.name for run in learn.RUNS} | {learn.PAIRS}) == len(learn.RUNS) + 1, "each has a folder of its own"
+    folders = [learn.PAIRS, *(run.name for run in learn.RUNS)]
+    assert len(set(folders)) == len(folders), "each has a folder of its own"
     assert "grpo_seed1" in (tmp_path / "report.html").read_text()
 
 
@@ -153,10 +157,11 @@ def test_a_finished_run_is_not_repeated_and_others_are(tmp_path, monkeypatch, ca
 
 def test_a_resumed_run_gets_the_seconds_that_its_checkpoint_leaves(tmp_path):
     write(tmp_path / "grpo_seed1", [{"kind": "epoch", "epoch": n, "time/epoch_s": 7.0} for n in range(3)])
-    run, args = learn.RUNS[0], arguments("--out", tmp_path, "--seconds", 36)
+    args = arguments("--out", tmp_path, "--seconds", 36)
 
     def hours():
-        (flag,) = [word for word in learn.command_of(run, 1, args) if word.startswith("--config.max_hours=")]
+        command = learn.command_of(learn.RUNS[0], 1, args)
+        (flag,) = [word for word in command if word.startswith("--config.max_hours=")]
         return float(flag.split("=")[1])
 
     assert hours() == pytest.approx(0.01)
@@ -178,8 +183,8 @@ def test_scaling_measures_what_its_file_lacks_and_the_hidden_share_of_a_reward(t
     assert scaling.pending(args) == [("tiny", 1), ("tiny", 2), ("reward", 2)]
     some = scaling.parser().parse_args([str(args.lines), "--runs", "tiny", "--gpus", "3"])
     assert scaling.pending(some) == [("tiny", 3)]
-    for measured in (("tiny", 1), ("tiny", 2), ("reward", 1)):
-        scaling.write(args.lines, dict(zip(("configuration", "gpus"), measured, strict=True), images_per_s=4.0))
+    for name, gpus in (("tiny", 1), ("tiny", 2), ("reward", 1)):
+        scaling.write(args.lines, {"configuration": name, "gpus": gpus, "images_per_s": 4.0})
     assert scaling.pending(args) == [("reward", 2)]
     scaling.main(args)
     line = scaling.read(args.lines)[-1]

@@ -44,7 +44,8 @@ def restore(checkpoint, run):
 
 def whole(run):
     """Every tensor of a run, sharded ones whole."""
-    return {name: fsdp_utils.full_tensor(t).clone() for name, t in checkpoints.training_state(*run).items()}
+    tensors = checkpoints.training_state(*run)
+    return {name: fsdp_utils.full_tensor(tensor).clone() for name, tensor in tensors.items()}
 
 
 def same(a, b):
@@ -418,7 +419,10 @@ def test_the_adapter_that_two_ranks_exported_is_byte_for_byte_that_of_one(folder
 
 
 def test_diffusers_loads_exported_full_weights(folder, ranks, tmp_path):
-    expected = {name.removeprefix("model/"): t for name, t in ranks[0][False]["unbroken"].items() if "model/" in name}
+    expected = {}
+    for name, tensor in ranks[0][False]["unbroken"].items():
+        if "model/" in name:
+            expected[name.removeprefix("model/")] = tensor
     run = start(folder / "transformer", lora=False)
     exports.save_transformer(run[0], tmp_path)
     for export in (folder / "transformer", tmp_path):

@@ -71,7 +71,10 @@ def own_file(tmp_path, monkeypatch):
 def test_a_data_set_has_to_be_there_where_a_script_reads_it():
     """Not where pairs are stored and nothing is evaluated, nor where pairs are made of images that are there."""
     words = ["--config=config/dpo.py:shapes_qwenimage_dpo", "--config.dataset=nowhere"]
-    parse = lambda script, *more: command_line.parse(DEFAULT, script, [*words, *more])  # noqa: E731
+
+    def parse(script, *more):
+        return command_line.parse(DEFAULT, script, [*words, *more])
+
     assert parse(checks.DPO, "--config.eval_freq=0").dataset == "nowhere"
     assert parse(prepare_preferences.preparing(prepare_preferences.Options(source="images"))).dataset == "nowhere"
     online = "--config.eval_freq=0", "--config.preferences.path="
@@ -124,7 +127,8 @@ SMOKE_AND_FLAGS = [  # flags, the rewards that remain, and what smoke is said to
 def test_smoke_puts_nothing_beside_what_the_command_line_names(flags, weights, replaced):
     file = "config/grpo.py:pickscore_qwenimage,smoke"
     config = command_line.config_of([f"--config={file}", *flags], DEFAULT)
-    assert {name: weight for name, weight in config.reward_fn.items() if weight} == weights
+    used = [(name, weight) for name, weight in config.reward_fn.items() if weight]
+    assert dict(used) == weights
     assert config.text_tokens == (20 if "dataset" in replaced else 128)
     lines = [line.split()[2] for line in help_text.replaced(file, config)]
     assert [key for key in lines if key in ("dataset", "reward_fn")] == replaced
@@ -225,7 +229,8 @@ def ctrl_c_of_which_a_library_makes_another_error(config):
 def test_ctrl_c_is_one_sentence_of_rank_0_that_says_how_to_go_on(main, rank, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["train_qwenimage.py"])
     monkeypatch.setenv("RANK", rank)
-    (checkpoints := tmp_path / "checkpoints").joinpath("epoch_000001").mkdir(parents=True)
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "epoch_000001").mkdir(parents=True)
     folders.lock(tmp_path)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     try:
@@ -255,7 +260,8 @@ def test_what_is_shipped_is_found_from_any_directory_and_in_the_assets_of_an_ins
     assert locations.resolve("black-forest-labs/FLUX.1-dev") == "black-forest-labs/FLUX.1-dev"
     installed = tmp_path / "site-packages" / "flow_grpo"
     monkeypatch.setattr(locations, "PACKAGE", installed)
-    (data := installed / "assets" / "dataset" / "ocr").mkdir(parents=True)
+    data = installed / "assets" / "dataset" / "ocr"
+    data.mkdir(parents=True)
     assert locations.resolve("dataset/ocr") == str(data)
 
 
@@ -340,7 +346,8 @@ def test_what_made_a_run_is_noted_with_a_users_own_files_and_without_queries_of_
     file = tmp_path / "mine.py"
     words = ["train.py", "--config", f"{file}:a,b", "--config.reward.args.ocr.url=http://h/x?key=SECRET"]
     monkeypatch.setattr(sys, "argv", words)
-    (run_folder := tmp_path / "run").mkdir()
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
     (tmp_path / "rates").mkdir()
     (tmp_path / "rates" / "low.py").write_text("RATE = 1e-5")
     monkeypatch.syspath_prepend(tmp_path)
@@ -363,7 +370,8 @@ def test_what_made_a_run_is_noted_with_a_users_own_files_and_without_queries_of_
 
 
 def test_whom_config_alert_names_is_told_of_the_end_and_of_a_crash_but_not_of_ctrl_c(tmp_path, shallow, monkeypatch):
-    told, program = tmp_path / "told", tmp_path / "tell.py"
+    told = tmp_path / "told"
+    program = tmp_path / "tell.py"
     program.write_text(f"import sys\nopen({str(told)!r}, 'a').write(sys.argv[1] + chr(10))")
     command = f"{sys.executable} {program}"
     train("shapes_qwenimage", tmp_path / "runs", alert=command, num_epochs=1, eval_freq=0, **shallow)

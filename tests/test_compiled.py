@@ -206,7 +206,7 @@ def test_compiled_blocks_keep_the_share_that_they_may(monkeypatch):
 
 @torch.no_grad()
 def test_no_graph_of_a_decoder_has_sums_that_were_chosen_by_their_time():
-    """Of blocks: with their kernels, below."""
+    """Blocks as they are traced; the test below has their kernels."""
     modes = []
     block = Block()
 
@@ -226,7 +226,7 @@ def test_no_graph_of_a_decoder_has_sums_that_were_chosen_by_their_time():
     reason="inductor (torch 2.13) writes for the CPU's own instructions, ATen's headers for that setting's",
 )
 def test_kernels_give_a_rollout_the_updates_bits_and_see_its_new_weights():
-    """Of small blocks, each kernel of which takes seconds; whole runs: test_models.py, test_ranks.py."""
+    """Small blocks, each kernel of which takes seconds; whole runs: test_models.py, test_ranks.py."""
     model = adapted()
     plain = adapted()
     modes = []

@@ -82,7 +82,7 @@ def runs_of(file):
     return [run.__name__ for run in FILES[file].RUNS]
 
 
-BASES = ",eight_bit_base", ",large_gpu,eight_bit_base", ",large_gpu,four_bit_base", ",four_bit_base"
+BASES = (",eight_bit_base", ",large_gpu,eight_bit_base", ",large_gpu,four_bit_base", ",four_bit_base")
 FORWARD = ",dgpo", ",dgpo,smoke", ",large_gpu,dgpo", ",long,elbo", ",elbo,smoke"
 GPUS = ",large_gpu", ",large_gpu,smoke"
 VARIANTS = {
@@ -90,19 +90,19 @@ VARIANTS = {
     "nft": ("", ",smoke", ",flash", ",awm", ",awm,smoke", *FORWARD, *GPUS, *BASES),
     "dpo": ("", ",smoke", ",online", ",online,smoke"),
 }
-WITHOUT_ADAPTER = "shapes_qwenimage_nft", "edits_qwenimage_edit_nft"
-COMBINATIONS = [
-    (run, variant)
-    for file in FILES
-    for run in runs_of(file)
-    for variant in VARIANTS[file]
-    if run not in WITHOUT_ADAPTER or variant not in BASES
-]
+WITHOUT_ADAPTER = ("shapes_qwenimage_nft", "edits_qwenimage_edit_nft")
+
+
+def combinations():
+    for file, variants in VARIANTS.items():
+        for run, variant in itertools.product(runs_of(file), variants):
+            if run not in WITHOUT_ADAPTER or variant not in BASES:
+                yield run, variant
 
 
 def test_every_run_passes_its_own_scripts_checks():
-    """What DiffusionNFT learns from has exact products on every base."""
-    for run, variant in COMBINATIONS:
+    """On every base, rollouts that DiffusionNFT learns from have exact products."""
+    for run, variant in combinations():
         config = config_of(run + variant)
         kind = "distill" if "distill" in variant else run.rpartition("_")[2]
         assert config.algorithm == (kind if kind in CHECKS else "grpo")
@@ -134,10 +134,12 @@ def test_every_run_with_branches_weighs_steps_by_sqrt_3_times_their_noise_and_te
 
 def test_variants_give_the_same_config_in_any_order():
     for file, module in FILES.items():
-        run, *_ = runs_of(file)
-        for pair in itertools.combinations([variant.__name__ for variant in module.VARIANTS], 2):
-            one, two = (module.get_config(",".join([run, *words])) for words in (pair, pair[::-1]))
-            assert one == two, (run, pair)
+        run = runs_of(file)[0]
+        names = [variant.__name__ for variant in module.VARIANTS]
+        for first, second in itertools.combinations(names, 2):
+            one = module.get_config(f"{run},{first},{second}")
+            other = module.get_config(f"{run},{second},{first}")
+            assert one == other, (run, first, second)
 
 
 def reads():
@@ -149,13 +151,13 @@ def reads():
 
 
 def test_every_setting_is_read_somewhere():
-    known = {*reads()} | {f"health.{sign}" for sign in health.SIGNS}  # health.judge takes them by name
-    known |= {
-        f"reward.{field.name}" for field in dataclasses.fields(RewardSettings)
-    }  # split_settings takes them by name
-    known |= {f"sample.{field.name}" for field in dataclasses.fields(SamplingParams)}  # SamplingParams.of as well
-    keys = [setting.key if "." in setting.key else f"config.{setting.key}" for setting in table.SETTINGS]
-    assert [key for key in keys if key not in known] == []
+    known = set(reads())
+    # health.judge, split_settings and SamplingParams.of take settings by name.
+    known.update(f"health.{sign}" for sign in health.SIGNS)
+    known.update(f"reward.{field.name}" for field in dataclasses.fields(RewardSettings))
+    known.update(f"sample.{field.name}" for field in dataclasses.fields(SamplingParams))
+    for setting in table.SETTINGS:
+        assert setting.key in known or f"config.{setting.key}" in known, setting.key
 
 
 def test_every_type_of_step_and_every_action_and_all_of_what_one_reward_may_set_can_be_set():
@@ -231,9 +233,11 @@ BY_DEFAULT = {bool: st.booleans(), int: st.integers(), float: st.floats(), str: 
 def near_limits(setting):
     """Numbers at a setting's limits and beyond them, and one between."""
     steps = (0, 1) if isinstance(setting.default, int) else (0.0, 1e-9, 0.5)
-    sides = [(setting.min, 1), (setting.max, -1)]
     kind = type(setting.default)
-    return [kind(limit + direction * sign * step) for limit, direction in sides for step in steps for sign in (1, -1)]
+    values = []
+    for limit, step in itertools.product((setting.min, setting.max), steps):
+        values += [kind(limit + step), kind(limit - step)]
+    return values
 
 
 def values_of(setting):

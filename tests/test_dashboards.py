@@ -330,7 +330,8 @@ def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):
     board.log_images(random_images(3, seed=5), prompts, [0.1, 0.2, 0.3], epoch=10, step=10)
     dashboard.plot_samples(tmp_path)
     page = Image.open(tmp_path / "samples.png")
-    tops = [14 + 15 + 14 + row * (128 + 4 + 15 + 14) for row in range(3)]
+    first_top = 14 + 15 + 14
+    tops = [first_top + row * (128 + 4 + 15 + 14) for row in range(3)]
     assert page.size == (14 + 3 * (128 + 14), tops[-1] + 128 + 4 + 15 + 14)
     for (column, seed), row in itertools.product([(1, 0), (2, 5)], range(3)):
         pixel = page.getpixel((14 + column * (128 + 14), tops[row]))

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import shutil
+import statistics
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from flow_grpo.base import rng
 from flow_grpo.data import preferences
 from flow_grpo.diffusers_patch import registry
 
-NAME, ONLINE = "shapes_qwenimage_dpo", "shapes_qwenimage_dpo,online"
+NAME = "shapes_qwenimage_dpo"
+ONLINE = "shapes_qwenimage_dpo,online"
 
 
 @pytest.fixture(params=[4, 0], ids=["LoRA", "full weights"])
@@ -62,7 +64,8 @@ def test_the_reference_is_the_first_policy_and_has_no_gradients(started):
 
 def test_an_epochs_pairs_follow_from_seed_epoch_and_place_and_take_neither_text_encoder_nor_vae(started):
     run, source, pairs = started
-    again, other = (script.read_pairs(run, source.train, epoch) for epoch in (0, 1))
+    again = script.read_pairs(run, source.train, 0)
+    other = script.read_pairs(run, source.train, 1)
     assert torch.equal(again.winners, pairs.winners)
     assert not torch.equal(other.winners, pairs.winners)
     assert pairs.numbers.tolist() == list(range(8))
@@ -71,12 +74,13 @@ def test_an_epochs_pairs_follow_from_seed_epoch_and_place_and_take_neither_text_
 
 def test_offline_its_first_update_knows_nothing_and_its_loss_falls(recorded):
     folder = recorded("dpo").folder
-    updates, held_out = lines_of(folder, "update"), lines_of(folder, "validation")
-    for first in (updates[0], {key.removeprefix("validation/"): value for key, value in held_out[0].items()}):
-        assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
-        assert first["implicit_accuracy"] == first["winner_error_gap"] == 0
+    updates = lines_of(folder, "update")
+    held_out = lines_of(folder, "validation")
+    for first, prefix in ((updates[0], ""), (held_out[0], "validation/")):
+        assert first[f"{prefix}loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert first[f"{prefix}implicit_accuracy"] == first[f"{prefix}winner_error_gap"] == 0
     assert updates[0]["grad_norm"] > 0
-    assert sum(line["implicit_accuracy"] for line in updates[2:]) / len(updates[2:]) > 0.6
+    assert statistics.fmean(line["implicit_accuracy"] for line in updates[2:]) > 0.6
     assert [line["epoch"] for line in held_out] == [0, 1, 2, 3]
     assert held_out[-1]["validation/winner_error_gap"] != 0
     assert lines_of(folder, "eval")[-1]["eval/avg"] < 0
@@ -117,20 +121,25 @@ def test_online_the_reference_becomes_the_policy_every_few_updates(recorded):
     states = [stored(folder, epoch) for epoch in (1, 2, 3)]
     names = [name.removeprefix("reference/") for name in states[0] if name.startswith("reference/")]
     moved = [name for name in names if "lora_B" in name and "txt" not in name]
+
+    def is_the_policy(state, name):
+        return torch.equal(state[f"reference/{name}"], state[f"model/{name}"])
+
     assert moved
     for name in names:
-        assert torch.equal(states[1][f"reference/{name}"], states[1][f"model/{name}"])  # 2 updates an epoch
+        assert is_the_policy(states[1], name)  # 2 updates an epoch
         assert torch.equal(states[2][f"reference/{name}"], states[1][f"reference/{name}"])
     for state in (states[0], states[2]):
-        assert any(not torch.equal(state[f"reference/{name}"], state[f"model/{name}"]) for name in moved)
+        assert not all(is_the_policy(state, name) for name in moved)
     updates = lines_of(folder, "update")
     assert [line["winner_error_gap"] == 0 for line in updates] == [i % 4 == 0 for i in range(6)]
     assert [row["images"] for row in lines_of(folder, "epoch")] == [32, 64, 96]
 
 
 def test_a_group_whose_images_score_alike_is_left_out_and_leaves_the_mean_to_the_others(recorded, tmp_path):
-    """Its pairs count nothing; without such a margin they do."""
-    weights, plain = [], script.add_gradients
+    """The group's pairs count nothing; without such a margin they do."""
+    weights = []
+    plain = script.add_gradients
 
     @functools.wraps(script.add_gradients)
     def noting(run, pairs, levels):
@@ -153,7 +162,8 @@ def test_options_run(pairs, tmp_path):
     how |= dict(sample__guidance_scale=4.0, eval__guidance_scale=4.0, eval_freq=1)
     updates = lines_of(train(NAME, tmp_path, **pairs, **how), "update")
     assert len(updates) == 2
-    assert all(math.isfinite(line["grad_norm"]) and line["grad_norm"] > 0 for line in updates)
+    for line in updates:
+        assert 0 < line["grad_norm"] < math.inf
 
 
 def test_a_loaded_adapter_is_its_own_reference(recorded, tmp_path):

@@ -72,7 +72,8 @@ def test_a_run_that_differs_from_what_was_measured_is_told_no_figures():
     said = dry_run.gpu(config, batches)
     assert "width 1024 instead of 512" in said
     assert "GiB" not in said
-    config.model, config.name = "another", "mine"
+    config.model = "another"
+    config.name = "mine"
     assert "was not measured" in dry_run.gpu(config, batches)
 
 
@@ -91,7 +92,8 @@ def test_a_setting_that_costs_nothing_is_a_setting():
 
 
 def test_prompts_that_are_trained_on_and_evaluated_are_named():
-    train_prompts, others = as_prompts(["a", "b", "c"]), as_prompts(["d"])
+    train_prompts = as_prompts(["a", "b", "c"])
+    others = as_prompts(["d"])
     splits = [Split("validation", others), Split("test", as_prompts(["c", "b", "e"]))]
     assert "2 test prompts, such as 'c'" in dry_run.overlap(train_prompts, splits)
     assert dry_run.overlap(train_prompts, splits[:1]) == ""
@@ -112,16 +114,22 @@ def test_test_prompts_are_counted_when_they_are_drawn():
 def test_a_checkpoint_is_as_large_as_a_dry_run_says(recorded, kind, num_extra):
     folder = recorded(kind).folder
     config = table.of_stored(json.loads((folder / "config.json").read_text()))
-    tensors = stored(folder, 1)
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not name.endswith("/step")}
-    trained = sum(size for name, size in sizes.items() if name.startswith("model/"))
+    total = 0
+    trained = 0
+    for name, tensor in stored(folder, 1).items():
+        if name.endswith("/step"):
+            continue
+        total += tensor.nbytes
+        if name.startswith("model/"):
+            trained += tensor.nbytes
     checkpoint = dry_run.checkpoint_bytes(config, trained, num_extra)
-    assert checkpoint == sum(sizes.values()) + trained  # the LoRA beside them
+    assert checkpoint == total + trained  # the LoRA beside them
 
 
 def test_the_cache_is_at_most_as_large_as_a_dry_run_says(tmp_path):
     config = config_of("edits_qwenimage_edit", sample__guidance_scale=2.0)
-    model, prompts = loaded("qwenimage_edit"), as_prompts(["a", "b", "c"], "qwenimage_edit")
+    model = loaded("qwenimage_edit")
+    prompts = as_prompts(["a", "b", "c"], "qwenimage_edit")
     cache = embedding_cache.Cache(str(tmp_path), {}, config.text_tokens, torch.device("cpu"))
     cache.fill(prompts, lambda prompt: model.encode([prompt], width=config.text_tokens, guided=True))
     written = [path.stat().st_size for path in tmp_path.rglob("*.safetensors")]

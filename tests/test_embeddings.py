@@ -26,9 +26,10 @@ PROMPTS = as_prompts(TEXTS)
 
 def test_every_field_of_a_condition_is_taken_joined_and_repeated():
     """So that a new one cannot be forgotten."""
-    rows = {name: torch.arange(3.0).view(3, 1, 1).expand(3, 4, 2) for name in TENSORS if name != "mask"}
-    negative = Condition(**{name: -values for name, values in rows.items()})
-    whole = Condition(**rows, mask=torch.ones(3, 4).bool(), negative=negative)
+    values = torch.arange(3.0).view(3, 1, 1).expand(3, 4, 2)
+    names = set(TENSORS) - {"mask"}
+    negative = Condition(**dict.fromkeys(names, -values))
+    whole = Condition(**dict.fromkeys(names, values), mask=torch.ones(3, 4).bool(), negative=negative)
     again = Condition.concat([whole.take(slice(0, 2)), whole.take(torch.tensor([2]))])
     repeated = whole.take(slice(1, 2)).take(torch.zeros(5, dtype=torch.long))
     assert set(whole.tensors()) == set(TENSORS)

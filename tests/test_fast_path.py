@@ -1,9 +1,10 @@
-"""What makes a run faster, against the plain way. Batching: test_stepwise.py; compiled blocks: test_models.py; merged
+"""Ways to make a run faster, against the plain way. Batching: test_stepwise.py; compiled blocks: test_models.py; merged
 adapters: test_policies.py; embeddings from a disk: test_embeddings.py.
 """
 
 import copy
 import json
+import math
 import os
 from functools import partial
 
@@ -44,7 +45,7 @@ bf16_attention = pytest.mark.skipif(
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_a_vae_in_bf16_draws_the_same_picture(name):
-    """Of rendered shapes, where the VAE has learned to draw them, and of noise."""
+    """Pictures are rendered shapes, where the VAE has learned to draw them, and noise."""
     plain = as_a_run(name)
     fast = as_a_run(name, vae_dtype=torch.bfloat16)
     latents = plain.noise(SIZE, generators(5))
@@ -60,7 +61,7 @@ def test_a_vae_in_bf16_draws_the_same_picture(name):
 
 
 def test_a_compiled_decoder_meets_one_shape(monkeypatch):
-    """It is not compiled here, which takes a minute."""
+    """The decoder is not compiled here, which takes a minute."""
     model = as_a_run("qwenimage")
     shapes = []
     model.pipeline.vae.decoder.register_forward_pre_hook(lambda module, inputs: shapes.append(len(inputs[0])))
@@ -124,7 +125,8 @@ def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding
     prefixes = prepared(short_conditions=short, groups=[0, 0, 1])
     assert [prefix.short_condition for prefix in prefixes] == [short[0], short[2]]
     latents, trace_of_short = walked(short)
-    widths = {-(-length // 4) * 4 for length in condition.mask.sum(1).tolist()}
+    lengths = condition.mask.sum(1).tolist()
+    widths = {math.ceil(length / 4) * 4 for length in lengths}
     assert seen == {True: {20}, False: widths}, "of branches, and of the trunks' step before the noise"
     # Velocities are up to 16.
     torch.testing.assert_close(latents, plain, rtol=0, atol=rounding(size=16))

@@ -137,7 +137,7 @@ def test_a_rank_ends_with_a_torchrun_that_is_killed(monkeypatch):
 
 
 def rank(writing):
-    """What torchrun does: a process of its own that waits."""
+    """Start a process that waits, as torchrun does."""
     if os.fork() == 0:
         distributed.end_with_torchrun()
         os.write(writing, b"!")
@@ -146,7 +146,9 @@ def rank(writing):
 
 
 def test_a_digest_is_read_once_and_again_after_the_file_has_changed(tmp_path, monkeypatch):
-    file, memory, read = tmp_path / "weights", tmp_path / "digests.json", []
+    file = tmp_path / "weights"
+    memory = tmp_path / "digests.json"
+    read = []
     real = checksums.hashlib.file_digest
     monkeypatch.setattr(checksums.hashlib, "file_digest", lambda *how: read.append(how) or real(*how))
     file.write_bytes(b"1" * 2**20)

@@ -98,7 +98,7 @@ def test_an_image_alone_scores_as_in_any_batch(reward, monkeypatch):
     assert scores.dtype == torch.float32
     low, high = rewards.bounds(name)
     assert low <= scores.min() < scores.max() <= high
-    alone = [score(IMAGES[i : i + 1], PROMPTS[i : i + 1], metadata[:1]) for i in range(4)]
+    alone = [score(image[None], [prompt], [{}]) for image, prompt in zip(IMAGES, PROMPTS)]
     # The sums on an image's way through the tiny CLIP and the aesthetic predictor have 2,000 terms.
     rounded = dict(rtol=0, atol=rounding(2000, float(scores.abs().max())))
     torch.testing.assert_close(torch.cat(alone), scores, **rounded)
@@ -110,7 +110,8 @@ def test_an_image_alone_scores_as_in_any_batch(reward, monkeypatch):
 @torch.no_grad()
 def seen_by_clip(path, texts):
     """CLIP's own logit of each image with its own text, the scale of its cosines, and the images' embeddings."""
-    clip, prepare = CLIPModel.from_pretrained(path), CLIPProcessor.from_pretrained(path, backend="pil")
+    clip = CLIPModel.from_pretrained(path)
+    prepare = CLIPProcessor.from_pretrained(path, backend="pil")
     how = dict(padding=True, truncation=True, max_length=24, return_tensors="pt")
     output = clip(**prepare(text=texts, images=to_pictures(IMAGES), **how))
     return output.logits_per_image.diagonal(), clip.logit_scale.exp(), output.image_embeds
@@ -149,7 +150,8 @@ def test_compressibility_is_minus_the_kilobytes_of_a_jpeg_most_for_a_flat_image(
     scores = jpeg_compressibility.load("cpu")(batch, ["a"] * 5, [{}] * 5)
     assert scores[1:].max() < scores[0] < 0
     for picture, score in zip(to_pictures(batch), scores.tolist()):
-        picture.save(file := io.BytesIO(), format="JPEG", quality=95)
+        file = io.BytesIO()
+        picture.save(file, format="JPEG", quality=95)
         assert score == pytest.approx(-len(file.getvalue()) / 1000)
 
 
@@ -171,7 +173,8 @@ def test_what_a_reward_cannot_be_made_of_is_refused_with_its_name(folder, predic
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "outdated_package.py").write_text("from torch import no_such_name\n")
     torch.save(aesthetic.linear_layers(768).state_dict(), tmp_path / "wide.pth")
-    (no_processor := tmp_path / "no_processor").mkdir()
+    no_processor = tmp_path / "no_processor"
+    no_processor.mkdir()
     (no_processor / "config.json").write_text(json.dumps({"model_type": "clip"}))
     nowhere = str(tmp_path / "nowhere")
 

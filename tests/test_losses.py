@@ -27,15 +27,18 @@ def golden(key):
 
 
 def test_golden_surrogate():
-    numbers = [golden(f"ppo/{name}") for name in ("log_prob", "log_prob_old", "advantages")]
-    loss = losses.clipped_surrogate(*numbers, float(GOLDEN["ppo/clip_range"]))
+    clip_range = float(GOLDEN["ppo/clip_range"])
+    loss = losses.clipped_surrogate(
+        golden("ppo/log_prob"), golden("ppo/log_prob_old"), golden("ppo/advantages"), clip_range
+    )
     torch.testing.assert_close(loss.mean(), golden("ppo/loss").mean(), rtol=1e-6, atol=0)
     weighted = (loss * golden("ppo/weight")).mean()
     torch.testing.assert_close(weighted, golden("ppo/weighted_loss").mean(), rtol=1e-6, atol=1e-12)
 
 
 def test_golden_kl():
-    mean, ref = golden("kl/mean"), golden("kl/mean_ref")
+    mean = golden("kl/mean")
+    ref = golden("kl/mean_ref")
     kl = losses.gaussian_kl(mean, ref, golden("kl/noise_scale").expand(len(mean), 1, 1))
     torch.testing.assert_close(kl, golden("kl/gaussian"), rtol=1e-6, atol=0)
 
@@ -91,18 +94,22 @@ def test_guards_rows_may_stand_at_different_steps():
 
 
 def test_dppo_stops_the_rows_whose_step_has_gone_too_far_the_right_way():
-    """Its value is -A ratio everywhere; rows are of every kind."""
-    names = "ppo/log_prob", "ppo/log_prob_old", "guard/mean", "guard/mean_old", "ppo/advantages"
-    log_prob, old, mean, old_mean, advantages = (golden(name) for name in names)
-    std, ratio = torch.linspace(0.05, 0.5, 12, dtype=torch.float64), (log_prob - old).exp()
+    """The loss is -A ratio everywhere; rows are of every kind."""
+    log_prob = golden("ppo/log_prob")
+    old = golden("ppo/log_prob_old")
+    mean = golden("guard/mean")
+    old_mean = golden("guard/mean_old")
+    advantages = golden("ppo/advantages")
+    std = torch.linspace(0.05, 0.5, 12, dtype=torch.float64)
+    ratio = (log_prob - old).exp()
     kl = (mean - old_mean).square().mean((1, 2)) / (2 * std**2)
     limit = kl.quantile(0.5).item()
     stops = (kl > limit) & (advantages.sign() == (ratio - 1).sign())
     assert 0 < stops.sum() < (kl > limit).sum()
     learned = log_prob.clone().requires_grad_()
     step = SimpleNamespace(log_prob=learned, prev_sample_mean=mean, transition_std=std.view(12, 1, 1))
-    rows, train = SimpleNamespace(log_probs=old, means=old_mean), Train(kl_limit=limit)
-    found = OBJECTIVES["dppo"].function(step, rows, advantages, train)
+    rows = SimpleNamespace(log_probs=old, means=old_mean)
+    found = OBJECTIVES["dppo"].function(step, rows, advantages, Train(kl_limit=limit))
     assert torch.equal(found.beyond, kl > limit)
     torch.testing.assert_close(found.loss.detach(), -advantages * ratio, rtol=1e-9, atol=0)
     found.loss.sum().backward()
@@ -111,17 +118,26 @@ def test_dppo_stops_the_rows_whose_step_has_gone_too_far_the_right_way():
 
 def golden_step(beta="1.0"):
     """Images with their velocities, which take gradients, and their advantages: golden numbers, float64."""
-    names = dict(velocity="v_theta", old_velocity="v_old", x_0="x0", noise="noise", sigma="sigma")
-    numbers = {name: golden(f"nft/{beta}/{key}") for name, key in names.items()}
-    numbers["velocity"].requires_grad_()
-    x_t = noised(numbers["x_0"], numbers["noise"], 1000 * numbers["sigma"])
-    return ForwardStep(**numbers, x_t=x_t), golden(f"nft/{beta}/advantages")
+    x_0 = golden(f"nft/{beta}/x0")
+    noise = golden(f"nft/{beta}/noise")
+    sigma = golden(f"nft/{beta}/sigma")
+    step = ForwardStep(
+        velocity=golden(f"nft/{beta}/v_theta").requires_grad_(),
+        old_velocity=golden(f"nft/{beta}/v_old"),
+        x_0=x_0,
+        noise=noise,
+        sigma=sigma,
+        x_t=noised(x_0, noise, 1000 * sigma),
+    )
+    return step, golden(f"nft/{beta}/advantages")
 
 
 def errors_of(step):
-    """Of both velocities, without gradients."""
-    velocities = step.velocity.detach(), step.old_velocity
-    return [(velocity - (step.noise - step.x_0)).square().mean((1, 2)) for velocity in velocities]
+    """The errors of both velocities, without gradients."""
+    target = step.noise - step.x_0
+    error = (step.velocity.detach() - target).square().mean((1, 2))
+    old_error = (step.old_velocity - target).square().mean((1, 2))
+    return error, old_error
 
 
 @pytest.mark.parametrize("beta", ["1.0", "0.1"])
@@ -163,7 +179,8 @@ def test_a_schedule_ends_with_the_last_update_of_the_last_inner_epoch():
 def test_awm_is_ppo_of_the_exponential_of_the_errors_difference_with_bounded_advantages(clip_range):
     step, advantages = golden_step()
     error, old_error = errors_of(step)
-    ratio, bounded = (old_error - error).exp(), advantages.clamp(-1, 1)
+    ratio = (old_error - error).exp()
+    bounded = advantages.clamp(-1, 1)
     assert not torch.equal(bounded, advantages)
     train = Train(clip_range=clip_range, adv_clip_max=1.0)
     found = FORWARD_OBJECTIVES["awm"].function(step, advantages, train)
@@ -181,7 +198,8 @@ def test_dgpos_gradient_is_that_of_a_groups_preference_but_for_rows_that_went_fa
     reference_error = velocity_error(step.reference_velocity, step.x_0, step.noise)
     bounded = advantages.clamp(-1, 1)
     s = 3.0 * (bounded * (error - reference_error)).view(3, 4).mean(1).repeat_interleave(4)
-    weight, ratio = bounded * s.sigmoid(), (old_error - error).exp()
+    weight = bounded * s.sigmoid()
+    ratio = (old_error - error).exp()
     goes_on = torch.where(advantages > 0, ratio <= 1.01, ratio >= 0.99)
     assert 0 < goes_on.sum() < 12
     assert s.std() > 0.1
@@ -199,8 +217,10 @@ def test_elbos_gradient_is_that_of_a_ratio_held_to_one_by_its_proximal_term(weig
     """w (rho log rho - rho) - A rho, whose derivative by the ELBO is rho (w log rho - A)."""
     step, advantages = golden_step()
     sigma = step.sigma.view(-1, 1, 1)
-    error, old_error = (step.x_t - sigma * v - step.x_0 for v in (step.velocity.detach(), step.old_velocity))
-    distance, old_distance = (e.square().mean((1, 2)) / e.abs().mean((1, 2)) for e in (error, old_error))
+    error = step.x_t - sigma * step.velocity.detach() - step.x_0
+    old_error = step.x_t - sigma * step.old_velocity - step.x_0
+    distance = error.square().mean((1, 2)) / error.abs().mean((1, 2))
+    old_distance = old_error.square().mean((1, 2)) / old_error.abs().mean((1, 2))
     rho = (old_distance - distance.requires_grad_()).exp()
     (weight * (rho * rho.log() - rho) - advantages.clamp(-1, 1) * rho).sum().backward()
     train = Train(adv_clip_max=1.0, proximal_weight=weight)
@@ -215,8 +235,10 @@ def test_elbos_gradient_is_that_of_a_ratio_held_to_one_by_its_proximal_term(weig
 
 @pytest.mark.parametrize("beta", [100.0, 2000.0])
 def test_golden_dpo(beta):
-    names = "win_error", "lose_error", "win_error_ref", "lose_error_ref"
-    win, lose, ref_win, ref_lose = (golden(f"dpo/{name}") for name in names)
+    win = golden("dpo/win_error")
+    lose = golden("dpo/lose_error")
+    ref_win = golden("dpo/win_error_ref")
+    ref_lose = golden("dpo/lose_error_ref")
     loss = losses.dpo_loss(win, lose, ref_win, ref_lose, beta)
     torch.testing.assert_close(loss.mean(), golden(f"dpo/{beta}/loss").mean(), rtol=1e-6, atol=0)
     assert (win - ref_win < lose - ref_lose).double().mean() == golden(f"dpo/{beta}/accuracy")
@@ -249,7 +271,8 @@ def test_noise_levels_are_logit_normal_over_the_schedule():
 def test_an_image_has_one_noise_level_of_each_share(number, shares):
     levels = torch.arange(9)
     found = stratified_timesteps(levels, number, [rng.generator(0, "t", i) for i in range(400)])
-    assert [sorted(set(drawn)) for drawn in found.T.tolist()] == [share.tolist() for share in levels.split(shares)]
+    for drawn, share in zip(found.T, levels.split(shares), strict=True):
+        assert torch.equal(drawn.unique(), share)
     assert torch.equal(stratified_timesteps(levels, number, [rng.generator(0, "t", 7)]), found[7:8])
 
 
@@ -268,7 +291,8 @@ def test_golden_advantages_of_which_several_rewards_have_their_own(key, global_s
 
 
 def test_a_groups_level_scale_name_and_place_do_not_matter():
-    rewards, groups = torch.tensor([1.0, 10, 2, 20, 3, 30]), torch.tensor([7, 1, 7, 1, 7, 1])
+    rewards = torch.tensor([1.0, 10, 2, 20, 3, 30])
+    groups = torch.tensor([7, 1, 7, 1, 7, 1])
     advantages = group_advantages(rewards, groups, eps=0)
     torch.testing.assert_close(advantages, torch.tensor([-1.0, -1, 0, 0, 1, 1]) * 1.5**0.5)
 
@@ -276,7 +300,8 @@ def test_a_groups_level_scale_name_and_place_do_not_matter():
 @pytest.mark.parametrize("value", [0.3, 8.3, 85.3, 612.7])
 @pytest.mark.parametrize("rounding", [0.0, 1e-7])
 def test_rewards_of_any_size_that_differ_by_rounding_alone_are_a_group_without_spread(value, rounding):
-    rewards, groups = torch.full((24,), value), torch.zeros(24, dtype=torch.long)
+    rewards = torch.full((24,), value)
+    groups = torch.zeros(24, dtype=torch.long)
     rewards[::2] *= 1 + rounding
     both = {"a": rewards, "b": 2 * rewards}
     cancelled = combined_advantages(both, {"a": 1.0, "b": -0.5}, groups, "sum")
@@ -323,7 +348,8 @@ def test_a_sum_of_rewards_is_one_reward():
 def test_gdpo_gives_each_reward_its_weight_whatever_its_scale():
     larger = {"a": TWO["a"] * 50, "b": TWO["b"]}
     for by in (False, True):  # the std of each group, of all images
-        found, scaled = (combined_advantages(x, {"a": 2.0, "b": 1.0}, GROUPS, "gdpo", by) for x in (TWO, larger))
+        found = combined_advantages(TWO, {"a": 2.0, "b": 1.0}, GROUPS, "gdpo", by)
+        scaled = combined_advantages(larger, {"a": 2.0, "b": 1.0}, GROUPS, "gdpo", by)
         by_hand = 2 * group_advantages(TWO["a"], GROUPS, by) + group_advantages(TWO["b"], GROUPS, by)
         expected = (by_hand - by_hand.mean()) / by_hand.std(unbiased=False)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

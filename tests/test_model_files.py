@@ -75,7 +75,8 @@ def without_two(tensors):
 
 
 def as_integers(tensors):
-    return {name: tensor.to(torch.int8) if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
+    matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2]
+    return tensors | {name: tensors[name].to(torch.int8) for name in matrices}
 
 
 def one_narrower(tensors):

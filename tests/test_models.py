@@ -1,4 +1,4 @@
-"""What every model of the registry does: as diffusers does it, with ratios of 1, and back to diffusers."""
+"""Every model of the registry draws as in diffusers, trains with ratios of 1, and goes back to diffusers."""
 
 import inspect
 import shutil
@@ -56,7 +56,7 @@ def few(tmp_path_factory):
 
 
 def of_model(few, name):
-    """These settings, of a tiny model: with prompts that it takes."""
+    """The settings `few` for a tiny model, with prompts that it takes."""
     how = dict(model=registry.tiny_folder(name))
     if MODELS[name].MOST_SOURCES:
         how |= dict(dataset=few["dataset"] + "_edits", text_tokens=40)

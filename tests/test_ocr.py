@@ -13,11 +13,13 @@ from refused import assert_refused
 from small import ROOT
 
 from flow_grpo.base.pixels import from_picture
+from flow_grpo.base.prompt import texts_of
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.rewards import ocr
 
 FOLDER = ROOT / "dataset" / "ocr"
-TRAIN, TEST = (load_prompts(str(FOLDER), split) for split in ("train", "test"))
+TRAIN = load_prompts(str(FOLDER), "train")
+TEST = load_prompts(str(FOLDER), "test")
 SAMPLE = TEST[::87]
 TARGETS = ["Bakery", "JAZZ", "river", "1987", "Exit 36", "Late Soup"]
 
@@ -42,16 +44,23 @@ def scored(score, images, targets):
     return score(images, [f'a sign that says "{target}"' for target in targets], [{}] * len(targets))
 
 
+def quoted(prompt):
+    return prompt.metadata["target"]
+
+
 def of(prompts):
-    return [p.text for p in prompts], [p.metadata for p in prompts]
+    return texts_of(prompts), [prompt.metadata for prompt in prompts]
 
 
 def test_clean_pictures_earn_all_alone_too_and_other_words_little(score):
-    images = torch.stack([picture(p.metadata["target"].split()) for p in SAMPLE])
+    images = torch.stack([picture(quoted(prompt).split()) for prompt in SAMPLE])
     found = score(images, *of(SAMPLE))
-    alone = [score(images[i : i + 1], *of(SAMPLE[i : i + 1]))["score"] for i in range(2)]
-    assert torch.equal(torch.cat(alone), found["score"][:2])
-    assert all(v.shape == (6,) and v.dtype == torch.float32 for v in found.values())
+    for number in range(2):
+        row = slice(number, number + 1)
+        assert torch.equal(score(images[row], *of(SAMPLE[row]))["score"], found["score"][row])
+    for values in found.values():
+        assert values.shape == (6,)
+        assert values.dtype == torch.float32
     assert found["score"].mean() >= 0.95
     assert found["exact"].mean() >= 0.9
     others = score(images.roll(3, 0)[::3], *of(SAMPLE[::3]))
@@ -75,9 +84,10 @@ def test_nothing_and_noise_earn_nothing_and_the_engine_is_silent(capfd):
 
 
 def test_a_dictionary_earns_nothing_for_the_words_that_are_in_it(score):
-    words = [p.metadata["target"].lower() for p in TEST if p.metadata["target"].isalpha()][:60]
-    page = picture([" ".join(words[i : i + 6]) for i in range(0, 60, 6)], 512)[None]
-    found = scored(score, page, words[3:4])
+    targets = [quoted(prompt).lower() for prompt in TEST]
+    words = [word for word in targets if word.isalpha()][:60]
+    lines = [" ".join(words[i : i + 6]) for i in range(0, 60, 6)]
+    found = scored(score, picture(lines, 512)[None], words[3:4])
     assert found["exact"].all(), "the page must be legible, or this shows nothing"
     assert found["score"].max() == 0
     assert found["surplus"].min() > 50
@@ -108,10 +118,14 @@ def edit_distance(a, b):
 
 def test_the_window_distance_is_the_least_over_all_stretches():
     assert ocr.window_distance("thesittingroom", "kitten") == 2  # "sittin"
-    texts = ["".join(letters) for n in (1, 3, 5) for letters in itertools.product("ab", repeat=n)]
-    for found, target in itertools.product(texts, texts[::3]):
-        stretches = {found[i:j] for i in range(len(found)) for j in range(i, len(found) + 1)}
-        assert ocr.window_distance(found, target) == min(edit_distance(s, target) for s in stretches)
+    texts = []
+    for length in (1, 3, 5):
+        texts += map("".join, itertools.product("ab", repeat=length))
+    for found, wanted in itertools.product(texts, texts[::3]):
+        ends = itertools.combinations(range(len(found) + 1), 2)
+        stretches = ["", *(found[start:end] for start, end in ends)]
+        least = min(edit_distance(stretch, wanted) for stretch in stretches)
+        assert ocr.window_distance(found, wanted) == least
 
 
 @pytest.mark.parametrize(
@@ -150,9 +164,12 @@ def test_the_target_is_quoted_or_in_the_metadata(prompt, metadata, target):
     ("prompt", "metadata"), [("a red circle", {}), ('a 5" pipe', {}), ('a " " sign', {}), ("a sign", {"target": 7})]
 )
 def test_a_prompt_without_a_target_is_named(score, prompt, metadata):
-    check = lambda: ocr.check_prompts(['the "first"', prompt], [{}, metadata])  # noqa: E731
-    grade = lambda: score(torch.ones(1, 3, 64, 64), [prompt], [metadata])  # noqa: E731
-    assert_refused([("check", check, ["text", repr(prompt)]), ("grade", grade, ["text", repr(prompt)])])
+    words = ["text", repr(prompt)]
+    rows = [
+        ("check", lambda: ocr.check_prompts(['the "first"', prompt], [{}, metadata]), words),
+        ("grade", lambda: score(torch.ones(1, 3, 64, 64), [prompt], [metadata]), words),
+    ]
+    assert_refused(rows)
 
 
 @pytest.mark.parametrize("package", ["rapidocr", "onnxruntime"])
@@ -165,10 +182,10 @@ def test_a_missing_engine_is_answered_with_the_command(package, monkeypatch):
 def test_prompts_quote_their_targets_and_the_splits_share_none():
     assert len(TRAIN) == 5200
     assert len(TEST) == 520
-    keys = [ocr.normalise(p.metadata["target"]) for p in (*TRAIN, *TEST)]
+    for prompt in (*TRAIN, *TEST):
+        assert ocr.target_of(prompt.text, {}) == quoted(prompt)
+    keys = [ocr.normalise(quoted(prompt)) for prompt in (*TRAIN, *TEST)]
     assert len(set(keys)) == 5720
     assert min(map(len, keys)) >= 3
-    assert all(ocr.target_of(p.text, {}) == p.metadata["target"] for p in (*TRAIN, *TEST))
-    assert {tuple(json.loads(line)) for line in (FOLDER / "test_metadata.jsonl").read_text().splitlines()} == {
-        ("prompt", "target")
-    }
+    for line in (FOLDER / "test_metadata.jsonl").read_text().splitlines():
+        assert list(json.loads(line)) == ["prompt", "target"]

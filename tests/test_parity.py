@@ -147,7 +147,7 @@ def a_window_of_its_own(monkeypatch):
 def test_where_a_rollout_and_the_update_part_and_why_is_named(
     disturb, first, cause, always, compared, monkeypatch, tmp_path
 ):
-    """Where it is not always so: the first weights' B is zero, and what was kept of them is right."""
+    """Not always: the first weights' B is zero, and what was kept of them is right."""
     for split in ("train", "test"):  # of one length: a rollout's batches and the update's are cut alike
         lines = [{"prompt": f"a photo of a {color} circle"} for color in ("red", "blue")]
         (tmp_path / f"{split}_metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -187,7 +187,7 @@ def test_the_statistics_of_a_ratio_are_their_closed_forms():
 
 
 def gaps(*largest, others=0.0):
-    """Of a hundred rows, in clip ranges."""
+    """Gaps of a hundred rows, in clip ranges."""
     return torch.tensor([*largest, *[others] * (100 - len(largest))])
 
 

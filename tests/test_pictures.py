@@ -16,7 +16,8 @@ from flow_grpo.base import pictures
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import load_file
 
-RED, WHITE = (255, 0, 0), (255, 255, 255)
+RED = (255, 0, 0)
+WHITE = (255, 255, 255)
 GREY_16 = np.full((4, 4), 40 * 257, np.uint16)  # white to whoever cuts at 255
 
 

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -163,7 +164,10 @@ def with_tensors(change):
 
 
 def of_layers(keep):
-    return lambda tensors, header: ({name: tensor for name, tensor in tensors.items() if keep(name)}, header)
+    def change(tensors, header):
+        return {name: tensor for name, tensor in tensors.items() if keep(name)}, header
+
+    return change
 
 
 def with_more(layer, width, height, rank=4):
@@ -346,9 +350,8 @@ def test_what_is_no_lora_that_can_be_read_is_one_sentence_with_what_is_there(sto
         "hub id": ("someone/style", "hf download someone/style --local-dir"),
         "nothing": (tmp_path / "nothing", "does not exist"),
     }
-    assert_refused(
-        [(name, lambda path=path: lora_files.check_adapter(path), words) for name, (path, *words) in rows.items()]
-    )
+    for name, (path, *words) in rows.items():
+        assert_refused([(name, partial(lora_files.check_adapter, path), words)])
     above, words = rows["above"]
     assert_refused([("by evaluate", lambda: found_by_evaluate(above), [words])])
 

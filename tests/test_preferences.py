@@ -223,8 +223,10 @@ def test_a_row_has_the_shapes_of_encoded_images_and_prompts(name, size):
     (prompt,) = as_prompts(["a photo of a red circle"], name)
     text = model.encode([prompt], width=32, guided=False)
     latents = model.encode_images(torch.rand(3, 3, size.height, size.width), batch_size=2)
-    rows = {"latents": latents} | text.tensors()
-    assert {key: tuple(values.shape[1:]) for key, values in rows.items()} == light.row_shapes(size, 32, prompt)
+    shapes = {"latents": tuple(latents.shape[1:])}
+    for name_of_column, values in text.tensors().items():
+        shapes[name_of_column] = tuple(values.shape[1:])
+    assert shapes == light.row_shapes(size, 32, prompt)
     like = model.noise(size, [rng.generator(0, "x")])
     assert latents.shape[1:] == like.shape[1:]
 
@@ -422,7 +424,7 @@ def test_without_a_terminal_it_says_how_far_it_is_and_how_to_take_less(tmp_path,
     prepare(NAME, tmp_path / "pairs", **how, max_rows=0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("24 rows of the source are used; --max_rows=16 ")
-    counts = [line.partition(": ")[2].partition(",")[0] for line in lines if line.endswith(" left")]
+    counts = re.findall(r": (\d+/\d+),.* left$", "\n".join(lines), re.MULTILINE)
     assert counts == ["4/24", "8/24", "12/24", "16/24", "20/24"]
 
 
@@ -469,11 +471,19 @@ def images(tmp_path):
     for number in range(16):
         (folder / f"{number}.png").write_bytes(picture(number))
     (folder / "broken.png").write_bytes(picture(0)[:500])
-    good = [dict(prompt=f"a photo of {i} circles", winner=f"{2 * i}.png", loser=f"{2 * i + 1}.png") for i in range(8)]
-    bad = [good[0] | dict(winner=name) for name in ("broken.png", "nowhere.png", "1.png")]
-    bad += [good[0] | dict(prompt=text) for text in (" ", "word " * 99)]
-    bad.append(good[0] | dict(winner_score=0.5, loser_score=0.5))
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in good + bad))
+    rows = []
+    for i in range(8):
+        rows.append({"prompt": f"a photo of {i} circles", "winner": f"{2 * i}.png", "loser": f"{2 * i + 1}.png"})
+    good = rows[0]
+    rows += [
+        good | {"winner": "broken.png"},
+        good | {"winner": "nowhere.png"},
+        good | {"winner": "1.png"},
+        good | {"prompt": " "},
+        good | {"prompt": "word " * 99},
+        good | {"winner_score": 0.5, "loser_score": 0.5},
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
@@ -493,8 +503,9 @@ def test_pairs_of_image_files_of_which_a_larger_share_than_usual_is_bad(name, im
     pairs = preferences.open_pairs(str(folder), model.row_shapes(SIZE, 20), registry.tiny_folder(name), SIZE)
     first = pairs["train"].read([0], [0], CPU)
     number = int(pairs["train"].prompts[0].text.split()[3])
-    pictures = torch.stack([image_pairs.load_image(images / f"{2 * number + i}.png", SIZE) for i in range(2)])
-    encoded = model.encode_images(pictures)
+    winner = image_pairs.load_image(images / f"{2 * number}.png", SIZE)
+    loser = image_pairs.load_image(images / f"{2 * number + 1}.png", SIZE)
+    encoded = model.encode_images(torch.stack([winner, loser]))
     torch.testing.assert_close(torch.cat([first.winners, first.losers]), encoded, rtol=0, atol=1e-5)
 
 
@@ -514,9 +525,18 @@ def test_of_few_prompts_one_is_held_out_with_all_its_pairs(images, tmp_path):
 
 
 def test_pick_a_pics_columns(images, tmp_path):
-    rows = [dict(caption=f"a photo of {i} circles", jpg_0=picture(2 * i), jpg_1=picture(2 * i + 1)) for i in range(5)]
-    for row, label in zip(rows, (1.0, 0.0, 0.5, 0.0, 1.0)):
-        row.update(label_0=label, label_1=1 - label, user_id=7)
+    rows = []
+    for i, label in enumerate((1.0, 0.0, 0.5, 0.0, 1.0)):
+        rows.append(
+            {
+                "caption": f"a photo of {i} circles",
+                "jpg_0": picture(2 * i),
+                "jpg_1": picture(2 * i + 1),
+                "label_0": label,
+                "label_1": 1 - label,
+                "user_id": 7,
+            }
+        )
     source = tmp_path / "pickapic"
     source.mkdir()
     for part, some in enumerate((rows[:2], rows[2:])):

@@ -1,6 +1,7 @@
-"""What holds of any input, on examples that hypothesis draws: advantages, batch plans, minibatches, conditions, values
-of settings on their way to config.json and back, and windows."""
+"""Properties that hold of any input, on examples that hypothesis draws: advantages, batch plans, minibatches,
+conditions, values of settings on their way to config.json and back, and windows."""
 
+import itertools
 import json
 import string
 from dataclasses import replace
@@ -80,7 +81,7 @@ def test_a_group_whose_rewards_are_alike_has_no_advantages_and_takes_none_from_o
 
 
 def advantages_of(scores, groups, aggregation="sum", filter_groups=False):
-    """What a run on one GPU makes of its scores by name."""
+    """The advantages that a run on one GPU makes of its scores by name."""
     train = Train(reward_aggregation=aggregation, filter_groups=filter_groups)
     run = SimpleNamespace(config=Config(reward_fn=dict.fromkeys(scores, 1.0), train=train), device="cpu")
     return advantages(run, Rewards(scores, groups, groups.shape))
@@ -114,13 +115,17 @@ def test_an_image_without_a_reward_counts_nothing_and_the_others_have_what_they_
 WORLDS = st.integers(1, 32)
 
 
+def divisors(number):
+    return [part for part in range(1, number + 1) if number % part == 0]
+
+
 @st.composite
 def planned_epochs(draw):
     """A config of batches that divide over some GPUs, with their number."""
     world_size = draw(WORLDS)
     batch_size = draw(st.integers(1, 8))
     images = world_size * batch_size * draw(st.integers(1, 4))
-    group_size = draw(st.sampled_from([size for size in range(1, images + 1) if images % size == 0]))
+    group_size = draw(st.sampled_from(divisors(images)))
     sample = dict(num_prompts_per_epoch=images // group_size, num_images_per_prompt=group_size, batch_size=batch_size)
     return planned_config(**sample), world_size
 
@@ -147,9 +152,9 @@ def test_every_image_of_an_epoch_is_drawn_once_by_one_rank_in_the_batch_that_it_
         assert len(of_rank) == plan.batches_per_epoch
         drawn += of_rank
     drawn.sort(key=lambda batch: batch.image_numbers[0])
-    images = [image for batch in drawn for image in batch.image_numbers]
+    images = list(itertools.chain(*(batch.image_numbers for batch in drawn)))
     assert images == list(range(plan.num_groups * plan.group_size))
-    groups = [group for batch in drawn for group in batch.groups]
+    groups = list(itertools.chain(*(batch.groups for batch in drawn)))
     assert groups == [image // plan.group_size for image in images]
     one_gpu = plan_batches(config, 1)
     assert drawn == list(epoch_batches(dataset, one_gpu, 0, number, 0, 1))
@@ -186,7 +191,7 @@ def updates_of_an_epoch(draw):
     batch_size = together * draw(st.integers(1, 4))
     steps = draw(st.integers(1, 4))
     parts = batch_size // together * steps
-    updates = draw(st.sampled_from([number for number in range(1, parts + 1) if parts % number == 0]))
+    updates = draw(st.sampled_from(divisors(parts)))
     batches = draw(st.sampled_from([1, 2, 3, 4, 6]))
     plan = BatchPlan(batches * batch_size, 1, batch_size, batches, steps, 1, updates, images_together=together)
     return plan, steps
@@ -233,18 +238,14 @@ def test_minibatches_hold_every_row_once_and_an_update_the_same_rows_on_any_numb
 ):
     plan, steps = plan_and_steps
     batches = plan.batches_per_epoch
-    num_ranks = data.draw(st.sampled_from([number for number in range(1, batches + 1) if batches % number == 0]))
+    num_ranks = data.draw(st.sampled_from(divisors(batches)))
     per_update = {1: [set() for _ in range(plan.updates_per_epoch)]}
     per_update[num_ranks] = [set() for _ in range(plan.updates_per_epoch)]
     seen = []
     for world_size, sets in per_update.items():
         for rank in range(world_size):
-            of_rank = [
-                batch * plan.batch_size + row
-                for batch in range(rank, batches, world_size)
-                for row in range(plan.batch_size)
-            ]
-            rollout = numbered_rollout(of_rank, steps, outcomes)
+            of_rank = torch.arange(batches * plan.batch_size).view(batches, -1)[rank::world_size]
+            rollout = numbered_rollout(of_rank.flatten().tolist(), steps, outcomes)
             for number, update in enumerate(shuffled_updates(rollout, plan, 0, 0, inner_epoch)):
                 for part in update:
                     assert_holds_its_rows(part, outcomes)
@@ -253,12 +254,12 @@ def test_minibatches_hold_every_row_once_and_an_update_the_same_rows_on_any_numb
                     ids = [tuple(row) for row in part.row_ids.tolist()]
                     sets[number].update(ids)
                     seen += ids if world_size == num_ranks else []
-    assert sorted(seen) == [(image, step) for image in range(plan.num_groups) for step in range(steps)]
+    assert sorted(seen) == list(itertools.product(range(plan.num_groups), range(steps)))
     assert per_update[num_ranks] == per_update[1]
 
 
 def same(ours, theirs):
-    """Whether two conditions are the same, their negatives included."""
+    """Say whether two conditions are the same, their negatives included."""
     if (ours.negative is None) != (theirs.negative is None):
         return False
     return ours.equals(theirs) and (ours.negative is None or same(ours.negative, theirs.negative))
@@ -273,10 +274,14 @@ def conditions(draw):
     mask = places < torch.tensor(lengths)[:, None]
     numbers = torch.arange(len(lengths)).view(-1, 1, 1) * 100.0
     embeds = (numbers + places[..., None] + 1) * mask[..., None]
-    parts = dict(pooled=numbers[:, 0], source_1=numbers[..., None].expand(-1, 2, 3, 3))
-    chosen = {name: value for name, value in parts.items() if draw(st.booleans())}
-    negative = Condition(-numbers.expand(-1, 2, 1)) if draw(st.booleans()) else None
-    return Condition(embeds, mask=mask, negative=negative, **chosen)
+    condition = Condition(embeds, mask=mask)
+    if draw(st.booleans()):
+        condition = replace(condition, pooled=numbers[:, 0])
+    if draw(st.booleans()):
+        condition = replace(condition, source_1=numbers[..., None].expand(-1, 2, 3, 3))
+    if draw(st.booleans()):
+        condition = replace(condition, negative=Condition(-numbers.expand(-1, 2, 1)))
+    return condition
 
 
 def rows_of(condition):
@@ -333,11 +338,8 @@ def legal_values(setting, default):
     return by_type[type(default)]
 
 
-LEGAL = {
-    setting.key: legal_values(setting, setting.default)
-    for setting in table.SETTINGS
-    if not isinstance(setting.default, dict)
-}
+PLAIN_SETTINGS = [setting for setting in table.SETTINGS if not isinstance(setting.default, dict)]
+LEGAL = {setting.key: legal_values(setting, setting.default) for setting in PLAIN_SETTINGS}
 DEFAULT = "config/grpo.py:shapes_qwenimage"
 
 
@@ -358,7 +360,8 @@ def test_legal_values_of_all_settings_are_the_same_from_flags_to_the_config_its_
     assume(values["lora.rank"])  # without an adapter, lora.alpha on the command line is refused
     for key, value in values.items():
         table.BY_KEY[key].check(value, key)
-    config = command_line.config_of([f"--config.{key}={value}" for key, value in values.items()], DEFAULT)
+    flags = [f"--config.{key}={value}" for key, value in values.items()]
+    config = command_line.config_of(flags, DEFAULT)
     for key, value in values.items():
         assert table.value_of(config, key) == value, key
         assert type(table.value_of(config, key)) is type(value), key
@@ -383,10 +386,11 @@ def windows(draw):
     first = draw(st.integers(0, num_steps - 2))
     last = draw(st.integers(first + 1, num_steps - 1) | anywhere)
     size = draw(st.integers(1, max(1, last - first)) | anywhere)
+    sde_window_range = (first, last) if size > 0 else (0, num_steps - 1)
     return Sample(
         num_steps=num_steps,
         sde_window_size=max(size, 0),
-        sde_window_range=(first, last) if size > 0 else (0, num_steps - 1),
+        sde_window_range=sde_window_range,
         sde_window_interval=draw(st.integers(0, 5)),
         num_images_per_prompt=4,
     )
@@ -403,7 +407,8 @@ def test_a_window_that_is_accepted_lies_in_its_range_and_moves_by_one(sample, up
 
 def assert_window_is_within_its_range(sample, block, updates):
     window = window_at(sample, 0, 0, block, updates)
-    size, interval = sample.sde_window_size, sample.sde_window_interval
+    size = sample.sde_window_size
+    interval = sample.sde_window_interval
     if not size:
         assert window == range(sample.num_steps - 1)
         return

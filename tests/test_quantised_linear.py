@@ -125,7 +125,7 @@ def test_layers_that_do_not_suit_a_precision_are_named():
     + [(None, True, 1e-3, 0.15), (None, False, 1e-4, 0.1)],
 )
 def test_a_merged_copy_has_the_adapter_however_small_and_is_the_base_without_one(base, fp8, size, room):
-    """Of the smallest, the nearest numbers have 4 % in 8 bits, and 6 % in bf16."""
+    """The nearest numbers to the smallest are off by 4 % in 8 bits, and by 6 % in bf16."""
     linear = nn.Linear(1024, 512, bias=False).bfloat16().requires_grad_(False)
     linear.weight.copy_(draw(512, 1024) * 0.02)
     holder = adapted(base.of(linear) if base else linear)

@@ -1,7 +1,8 @@
-"""What each script reads is what the entries of the settings say, both ways; and functions of one's own declare it."""
+"""Each script reads what the entries of the settings say and nothing else; functions of one's own declare it."""
 
 import functools
 import re
+from collections import defaultdict
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from flow_grpo.monitoring import model_card
 from flow_grpo.settings import declared, table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 
-WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
+WINDOW = "shapes_qwenimage"
+BRANCHES = "shapes_qwenimage_pr"
+NFT = "shapes_qwenimage_nft"
 ONE = dict(num_epochs=1, eval_freq=0)
 TWO = dict(num_epochs=2)  # with evaluations, so that there are alarms to judge
 KL = dict(train__beta=0.1, train__old_log_prob="recompute")
@@ -85,13 +88,15 @@ def of_losses(algorithm, train_section):
     key, records = ("forward_objective", FORWARD_OBJECTIVES) if algorithm == table.NFT else ("objective", OBJECTIVES)
     if algorithm not in table.BY_KEY[f"train.{key}"].used_by:
         return set(), set()
-    some = {f"train.{name}" for record in (*OBJECTIVES.values(), *FORWARD_OBJECTIVES.values()) for name in record.reads}
+    some = set()
+    for record in (*OBJECTIVES.values(), *FORWARD_OBJECTIVES.values()):
+        some.update(f"train.{name}" for name in record.reads)
     chosen = train_section[key]
     return some, {f"train.{name}" for name in records[chosen].reads} | OF_STATISTICS.get(chosen, set())
 
 
 def is_met(setting, config, algorithm):
-    """Whether all that an entry's `when` asks for is there."""
+    """Say whether all that an entry's `when` asks for is there."""
     for key, *values in setting.when:
         value = table.value_of(config, key)
         if algorithm in table.BY_KEY[key].used_by and (value not in values if values else not value):
@@ -100,15 +105,20 @@ def is_met(setting, config, algorithm):
 
 
 def switched_off(config):
-    """What a run without evaluations, or without a window, does not read."""
-    evaluations = {key for key in table.BY_KEY if key.startswith("eval.")} | {"health.eval_drop"}
-    off = set() if config.eval_freq else evaluations
-    return off if config.sample.sde_window_size else off | {"sample.sde_window_range"}  # checks.check_window
+    """The settings that a run without evaluations, or without a window, does not read."""
+    off = set()
+    if not config.eval_freq:
+        off.add("health.eval_drop")
+        off.update(key for key in table.BY_KEY if key.startswith("eval."))
+    if not config.sample.sde_window_size:
+        off.add("sample.sde_window_range")  # checks.check_window
+    return off
 
 
 @pytest.mark.parametrize("algorithm", RUNS)
 def test_a_script_reads_exactly_the_settings_whose_entries_say_so(algorithm, shallow, tmp_path, monkeypatch):
-    found, declares = {}, {setting.key for setting in table.SETTINGS if algorithm in setting.used_by}
+    found = defaultdict(set)
+    declares = {setting.key for setting in table.SETTINGS if algorithm in setting.used_by}
     given = dict(train__teachers=(str(train(WINDOW, tmp_path, **shallow | ONE | dict(run_name="teacher"))),))
     for name, how in RUNS[algorithm]:
         teachers = given if algorithm == table.DISTILL else {}
@@ -121,11 +131,11 @@ def test_a_script_reads_exactly_the_settings_whose_entries_say_so(algorithm, sha
         assert declares - reads.keys() - unmet - some <= NOT_SEEN | switched_off(config), name
         assert unmet & reads.keys() <= UNCONDITIONALLY | AT_THEIR_DEFAULT[algorithm], name
         for key, roles in reads.items():
-            found[key] = found.get(key, set()) | roles
+            found[key] |= roles
     assert found.keys() - declares == AT_THEIR_DEFAULT[algorithm]
     assert declares - found.keys() == NOT_SEEN
     for role in ROLES:
-        only = {key for key, roles in found.items() if roles == {role} and key in declares}
+        only = {key for key in declares & found.keys() if found[key] == {role}}
         of_role = {key for key in declares if table.BY_KEY[key].read_in == role}
         assert only - of_role <= OF_HELPERS[role], role
         assert {key for key in of_role if role not in found[key]} <= {"train.step_weight"}, role

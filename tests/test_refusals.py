@@ -1,7 +1,8 @@
-"""What is wrong is said before any weight is loaded. A row is what is called, and words of its sentence."""
+"""Refusals come before any weight is loaded. A row is what is called, and words of its sentence."""
 
 import shutil
 import sys
+from functools import partial
 
 import prepare_preferences
 import pytest
@@ -20,10 +21,15 @@ from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.rewards.clients.client import read_token
 from flow_grpo.settings import config_files, table
 
-WINDOW, BRANCHES, NFT = "shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage_nft"
-DPO, ONLINE = "shapes_qwenimage_dpo", "shapes_qwenimage_dpo,online"
+WINDOW = "shapes_qwenimage"
+BRANCHES = "shapes_qwenimage_pr"
+NFT = "shapes_qwenimage_nft"
+DPO = "shapes_qwenimage_dpo"
+ONLINE = "shapes_qwenimage_dpo,online"
 AWM = f"{NFT},awm"
-TINY, NAN, INF = "flow_grpo/assets/tiny_qwenimage", float("nan"), float("inf")
+TINY = "flow_grpo/assets/tiny_qwenimage"
+NAN = float("nan")
+INF = float("inf")
 FLASH_4 = dict(attention="flash_4", precision="bf16", lora__rank=8)
 
 
@@ -191,7 +197,9 @@ def test_a_run_is_refused_before_any_weight_is_loaded_and_leaves_nothing(name, w
     monkeypatch.setattr(QwenImage, "load", None)  # which loads weights; some rows have a whole model
     (tmp_path / "pairs").mkdir()
     write(tmp_path / "pairs", some_rows(9, model=[weightless] * 9))
-    rows = [(str(how), train_weightless(name, weightless, tmp_path, **how), words) for words, how in TRAINING[name]]
+    rows = []
+    for words, how in TRAINING[name]:
+        rows.append((str(how), train_weightless(name, weightless, tmp_path, **how), words))
     assert_refused(rows)
     assert not (tmp_path / "runs").exists()
 
@@ -214,7 +222,8 @@ def test_preparing_pairs_is_refused_before_anything_is_made(weightless, tmp_path
 def test_a_checkpoint_of_another_config_is_refused_before_any_weight_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(QwenImage, "load", None)
     config = config_of(WINDOW, tmp_path, reward_fn={"shapes": 1.0})
-    folder, progress = tmp_path / config.name, checkpoints.Progress(1, 2)
+    folder = tmp_path / config.name
+    progress = checkpoints.Progress(1, 2)
     checkpoint = checkpoints.save(folder / "checkpoints", {}, progress, config=config.to_dict())
     shutil.copy(checkpoint / "config.json", folder)
     how = dict(resume_from="latest", train__beta=0.5, lora__rank=8)
@@ -275,7 +284,7 @@ BUGS = [
 
 
 def made(line):
-    """What `select` makes of a user's run of the given line."""
+    """A call of `select` with a user's run of the given line."""
     code = f"def mine():\n    config = default_config()\n    {line}\n    return config\n"
     names = dict(default_config=table.default_config)
     exec(code, names)
@@ -284,8 +293,10 @@ def made(line):
 
 def test_an_unknown_key_in_a_run_is_answered_with_the_right_one_and_a_bug_keeps_its_own_error():
     rows = [(line, made(line), ["mine in mine.py", *words]) for line, *words in LINES]
-    assert_refused([*rows, *((line, made(line), [error.__name__], error) for line, error in BUGS)])
-    assert not [line for line, error in BUGS if "mine.py" in otherwise(made(line), ["no such word"], error)]
+    for line, error in BUGS:
+        rows.append((line, made(line), [error.__name__], error))
+        assert "mine.py" not in otherwise(made(line), ["no such word"], error), line
+    assert_refused(rows)
 
 
 def test_variants_that_a_file_does_not_look_at_are_refused(tmp_path):
@@ -351,10 +362,14 @@ METADATA = [
 
 def test_rewards_are_refused_by_their_names_weights_options_and_prompts():
     rewards.check_options("vlm_judge", dict(url="http://a", model="b", lowest=0, token_file=""))
-    good, check = {"tag": "counting", "include": [{"class": "dog", "count": 1}]}, rewards.check_prompts
-    rows = [(f"{w} {e}", lambda w=w, e=e: rewards.check_rewards(w, e), words) for w, e, *words in WEIGHTS]
-    unknown = lambda: rewards.check_options("pickscore", {"models": "a"})  # noqa: E731
-    wrong = lambda: rewards.load("aesthetic", "cpu", {"predictor": 5})  # noqa: E731
+    good = {"tag": "counting", "include": [{"class": "dog", "count": 1}]}
+    check = rewards.check_prompts
+    rows = []
+    for weights, of_evaluation, *words in WEIGHTS:
+        call = partial(rewards.check_rewards, weights, of_evaluation)
+        rows.append((f"{weights} {of_evaluation}", call, words))
+    unknown = partial(rewards.check_options, "pickscore", {"models": "a"})
+    wrong = partial(rewards.load, "aesthetic", "cpu", {"predictor": 5})
     rows += [
         ("unknown", unknown, ["pickscore", "models", "model, processor"]),
         ("wrong", wrong, ["'aesthetic'", "int"]),
@@ -362,7 +377,7 @@ def test_rewards_are_refused_by_their_names_weights_options_and_prompts():
     for name, metadata, *words in METADATA:
         check({name: 1.0}, [Prompt("a", good), Prompt("b", good)])
         prompts = Prompt("a", good), Prompt("b" * 5000, metadata)
-        call = lambda name=name, prompts=prompts: check({name: 1.0}, prompts)  # noqa: E731
+        call = partial(check, {name: 1.0}, prompts)
         quoted = [f"reward '{name}'", *words, "'" + "b" * 40, "b...b", f"config.reward_fn.{name}=0"]
         rows.append((f"{name} {metadata}", call, quoted))
     rows.append(("watched", lambda: check({}, [Prompt("a")], ["shapes"]), ["reward 'shapes'", "'a'", "leave it out"]))
@@ -392,7 +407,8 @@ FILES = [  # the file, its bytes and, after its own name, the words
 def test_prompt_files_are_refused_by_file_and_line_in_a_short_sentence_and_before_any_weight(weightless, tmp_path):
     rows = []
     for number, (file, stored, *words) in enumerate(FILES):
-        (folder := tmp_path / str(number)).mkdir()
+        folder = tmp_path / str(number)
+        folder.mkdir()
         (folder / file).write_bytes(stored)
         (folder / "test.txt").write_text("a circle\n")
         says = [folder / file, *words]

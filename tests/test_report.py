@@ -113,7 +113,8 @@ def test_nothing_on_the_page_leaves_it_and_prompts_are_text(page):
 
 
 def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without_colour(page):
-    titles = [title for title in page.texts("h3") if "/" in title or title in (*METRICS, "mine")]
+    curves = (*METRICS, "mine")
+    titles = [title for title in page.texts("h3") if "/" in title or title in curves]
     assert {"reward/avg", "eval/avg", "ratio_std", "health/reward_drop", "time/rollout_s (s)", "mine"} < set(titles)
     text = " ".join(page.texts("p"))
     assert METRICS["ratio_std"].expect in text

@@ -33,15 +33,19 @@ NAME = "shapes_qwenimage_pr"
 
 def best_of(folder):
     """Everything in best/, byte for byte, but the card, which quotes settings that may differ."""
-    return {path.name: path.read_bytes() for path in (folder / "best").iterdir() if path.name != "README.md"}
+    contents = {path.name: path.read_bytes() for path in (folder / "best").iterdir()}
+    contents.pop("README.md", None)
+    return contents
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(shallow, tmp_path):
-    """What kills in a save leave: test_checkpoints.py."""
+    """Kills in the middle of a save: test_checkpoints.py."""
     how = shallow | dict(num_epochs=3, eval_freq=2)
-    unbroken, folder = train(NAME, tmp_path / "unbroken", **how), tmp_path / "broken" / f"{NAME}_smoke"
-    command = command_of(NAME, tmp_path / "broken", **how, resume_from="latest", save_freq=1)
-    killed = warm.Started(command := ["tests/brightness.py", *command])
+    unbroken = train(NAME, tmp_path / "unbroken", **how)
+    folder = tmp_path / "broken" / f"{NAME}_smoke"
+    of_training = command_of(NAME, tmp_path / "broken", **how, resume_from="latest", save_freq=1)
+    command = ["tests/brightness.py", *of_training]
+    killed = warm.Started(command)
     while killed.poll() is None and not (folder / "checkpoints" / "epoch_000001").exists():
         time.sleep(0.01)
     assert killed.poll() is None
@@ -165,7 +169,8 @@ def test_all_ranks_end_by_the_main_ranks_clock(tmp_path):
     assert len(lines_of(tmp_path / f"{NAME}_smoke", "epoch")) == 2
 
 
-RUN, LAST = f"runs/{NAME}_smoke", "checkpoints/epoch_000002"
+RUN = f"runs/{NAME}_smoke"
+LAST = "checkpoints/epoch_000002"
 NEWEST = f"{RUN}/{LAST}"
 CASES = {  # commands in a folder that has RUN, a run's resume_from and other settings, and where it goes on, if it does
     "a config of others": (
@@ -239,6 +244,19 @@ def sums_of(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+def assert_unchanged(folder, before):
+    """No file of before has other bytes or is gone."""
+    now = sums_of(folder)
+    for path, content in before.items():
+        assert now.get(path) == content, path
+
+
+def changed_names(folder, before):
+    """Names of the files of before that have other bytes or are gone."""
+    now = sums_of(folder)
+    return {path.name for path, content in before.items() if now.get(path) != content}
+
+
 def opened(config, splits=("train", "validation", "test")):
     """The files of prompts of a config that are there."""
     names = [split for split in splits if prompts.find_file(config.dataset, split)]
@@ -246,7 +264,7 @@ def opened(config, splits=("train", "validation", "test")):
 
 
 def take_folder(how, **more):
-    """Where a run of these settings would write and what it would go on from, without holding it."""
+    """Find where a run of these settings would write and what it would go on from, without holding it."""
     config = config_of(NAME, **how | dict(output_dir="runs") | more)
     settings = checks.without_unused_rewards(table.typed(config))
     place = resume.take_folder(settings, opened(settings))
@@ -265,13 +283,14 @@ def test_a_run_goes_on_from_nothing_but_its_own_folder(how, tmp_path, commands, 
     else:
         with pytest.raises(ValueError, match=r"^config\.resume_from|cannot change|never began"):
             take_folder(how, resume_from=resume_from, **others)
-    after = sums_of(tmp_path)
-    assert {path.name for path in before if after.get(path) != before[path]} <= {folders.LOCK}
-    assert {path.name for path in after.keys() - before} <= {folders.LOCK, folders.INPUTS, folders.DIGESTS}
+    assert changed_names(tmp_path, before) <= {folders.LOCK}
+    added = sums_of(tmp_path).keys() - before
+    assert {path.name for path in added} <= {folders.LOCK, folders.INPUTS, folders.DIGESTS}
 
 
 def test_latest_is_what_another_process_has_saved_until_it_let_go_of_the_folder(how, monkeypatch):
-    away, lock = Path(RUN, "checkpoints").rename("checkpoints"), folders.lock
+    away = Path(RUN, "checkpoints").rename("checkpoints")
+    lock = folders.lock
     monkeypatch.setattr(folders, "lock", lambda folder: away.rename(folder / "checkpoints") and lock(folder))
     assert take_folder(how, resume_from="latest").checkpoint == Path(NEWEST)
 
@@ -288,7 +307,7 @@ def test_another_run_begins_a_branch_and_leaves_its_parent_as_it_is(how, tmp_pat
         changed = ["train.learning_rate", "train.learning_rate_schedule", "num_epochs"]
         assert (parent["epoch"], [*parent["changed"]]) == (epoch, changed)
         assert trackers.origin(place.folder) == f"{NAME}_smoke"
-    assert {path: content for path, content in sums_of(tmp_path).items() if path in before} == before
+    assert_unchanged(tmp_path, before)
 
 
 def test_renamed_folders_that_seem_to_come_from_each_other_have_an_origin(tmp_path):
@@ -305,7 +324,7 @@ def test_an_unchanged_branch_repeats_its_parent_bit_for_bit(how, tmp_path):
     ours, theirs = (sums_of(folder / LAST / "state") for folder in (branch, tmp_path / RUN))
     assert [*ours.values()] == [*theirs.values()]
     assert (branch / "checkpoints/epoch_000001").is_dir(), "from its start it resumes without its parent"
-    assert {path: content for path, content in sums_of(tmp_path).items() if path in before} == before
+    assert_unchanged(tmp_path, before)
     folder = train(NAME, "runs", **how | dict(num_epochs=3), resume_from="latest")
     assert (folder, len(lines_of(folder, "epoch"))) == (branch, 3)
 
@@ -314,7 +333,8 @@ def test_an_unchanged_branch_repeats_its_parent_bit_for_bit(how, tmp_path):
 def test_a_branch_has_losses_on_held_out_pairs_from_its_parent_only_where_its_pairs_are_the_same(
     pairs, kinds, tmp_path
 ):
-    parent, branch = tmp_path / "parent", tmp_path / "branch"
+    parent = tmp_path / "parent"
+    branch = tmp_path / "branch"
     for folder, digest in ((parent, "a"), (branch, pairs)):
         folder.mkdir()
         inputs = input_files.Inputs({}, {}, {}, preferences_path={"pairs.parquet": digest}, rewards={})
@@ -336,18 +356,23 @@ def test_a_branch_rolls_back_to_its_parents_best_policy_beside_which_there_was_n
 
 
 def test_a_branch_may_change_its_reward_rate_and_algorithm(how, tmp_path, monkeypatch):
-    """What is compared with its parent's begins anew, and the policies that its parent had not are the loaded one."""
+    """Comparisons with the parent begin anew, and policies that the parent had not are the loaded one."""
     read_progress = checkpoints.read_progress
-    halved = lambda checkpoint: read_progress(checkpoint)._replace(learning_rate_factor=0.5)  # noqa: E731
+
+    def halved(checkpoint):
+        return read_progress(checkpoint)._replace(learning_rate_factor=0.5)
+
     monkeypatch.setattr(checkpoints, "read_progress", halved)
-    how = {key: value for key, value in how.items() if not key.startswith("reward")} | dict(num_epochs=3)
+    how = {key: value for key, value in how.items() if not key.startswith("reward")}
+    how["num_epochs"] = 3
     rank = json.loads((tmp_path / RUN / "config.json").read_text())["lora"]["rank"]
     how |= dict(run_name="nft", resume_from=NEWEST, lora__rank=rank, train__learning_rate=1e-4)
     branch = train("shapes_qwenimage_nft", "runs", **how)
     assert lines_of(branch, "epoch")[:2] == lines_of(tmp_path / RUN, "epoch")
     assert best.read_best(branch).since == input_files.stored_inputs(branch).rewards_since == 2
     assert best.read_best(branch).inputs["reward_fn"] != best.read_best(tmp_path / RUN).inputs["reward_fn"]
-    assert {line["epoch"] for line in lines_of(branch, "eval") + lines_of(branch, "test")} == {2, 3}
+    evaluations = lines_of(branch, "eval") + lines_of(branch, "test")
+    assert {line["epoch"] for line in evaluations} == {2, 3}
     assert lines_of(branch, "update")[-2]["old_distance"] == 0 < lines_of(branch, "update")[-1]["old_distance"]
     assert lines_of(branch, "epoch")[-1]["health/learning_rate_factor"] == 1
     how |= dict(run_name="back", resume_from=str(branch / "checkpoints"), dataset=few_prompts(tmp_path / "data"))
@@ -363,18 +388,23 @@ def test_a_run_that_evaluates_otherwise_than_before_compares_nothing_with_earlie
     checksums.write_checksums(newest)
     folder = train(NAME, "runs", **how | dict(num_epochs=3, resume_from="latest", eval__num_steps=4))
     assert best.read_best(folder).since == 2
-    assert " last, " in (said := capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert " last, " in said
     assert " before" not in said
-    rows = model_card.before_and_after(run := run_history.read_run(folder, "run"), "test/")
+    run = run_history.read_run(folder, "run")
+    rows = model_card.before_and_after(run, "test/")
     assert rows
     assert {before for _, before, _ in rows} == {""}
     assert run_history.summary([run]).rows[0][4] == f"{lines_of(folder, 'eval')[-2]['eval/avg']:.4g}"
 
 
 def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_changes_no_weights_of_a_backup(how, tmp_path):
-    folder, backup = tmp_path / RUN, tmp_path / "backup"
+    folder = tmp_path / RUN
+    backup = tmp_path / "backup"
     shutil.copytree(folder, backup, copy_function=os.link)
-    before, lines, last = sums_of(backup), lines_of(folder, "eval"), best.read_best(folder)
+    before = sums_of(backup)
+    lines = lines_of(folder, "eval")
+    last = best.read_best(folder)
     assert last.epoch == 2  # so the end's evaluation was the best
     prolonged = how | dict(num_epochs=3, eval_freq=5, resume_from="latest")
     assert train(NAME, tmp_path / "runs", **prolonged) == folder
@@ -387,8 +417,7 @@ def test_a_prolonged_run_keeps_the_evaluation_of_its_end_and_changes_no_weights_
     train(NAME, tmp_path / "runs", **prolonged, keep_checkpoints=1)  # has nothing to do but to tidy
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["epoch_000003"]
     assert [line["epoch"] for line in lines_of(folder, "eval")] == [0, 1, 2, 3]  # the last one made again
-    changed = {path.name for path, content in sums_of(backup).items() if content != before[path]}
-    assert changed <= {folders.LOCK, "README.md", "reward.png", "samples.png"}
+    assert changed_names(backup, before) <= {folders.LOCK, "README.md", "reward.png", "samples.png"}
 
 
 def test_an_alarm_without_a_state_to_go_back_to_ends_the_run_with_a_checkpoint(how, tmp_path, monkeypatch):
@@ -402,7 +431,7 @@ def test_an_alarm_without_a_state_to_go_back_to_ends_the_run_with_a_checkpoint(h
 
 
 def inputs_of(config, folder, splits=("train", "test")):
-    """What a run of this config, which opens these files of prompts, reads."""
+    """The inputs of a run of this config, which opens these files of prompts."""
     return input_files.current_inputs(config, folder, opened(config, splits))
 
 
@@ -532,8 +561,10 @@ def test_a_reward_that_changed_is_named_and_its_scores_are_compared_with_no_othe
 
 
 def test_damage_is_named_and_costs_an_epoch_at_most(how, tmp_path, capfd):
-    folder, output_dir = tmp_path / RUN, tmp_path / "runs"
-    before, (first, newest) = lines_of(folder), sorted((folder / "checkpoints").iterdir())
+    folder = tmp_path / RUN
+    output_dir = tmp_path / "runs"
+    before = lines_of(folder)
+    (first, newest) = sorted((folder / "checkpoints").iterdir())
     for path in [next((newest / "state").iterdir()), next((first / "best").glob("*.safetensors"))]:
         flip_a_bit(path)
     with (folder / "metrics.jsonl").open("ab") as file:
@@ -554,7 +585,7 @@ def test_damage_is_named_and_costs_an_epoch_at_most(how, tmp_path, capfd):
 
 
 def end_by_the_clock(folder):
-    """What test_all_ranks_end_by_the_main_ranks_clock runs on each of two ranks."""
+    """Train on one of two ranks, for test_all_ranks_end_by_the_main_ranks_clock."""
     runs.time = clock(1800.0 if os.environ["RANK"] == "0" else 0.0)
     how = dict(sample__num_images_per_prompt=4, num_epochs=5, eval_freq=0, max_hours=1.0)
     train(NAME, folder, **how)

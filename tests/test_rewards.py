@@ -33,8 +33,10 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
 from flow_grpo.settings.sections import Config, Train
 
-WINDOW, BRANCHES = "shapes_qwenimage", "shapes_qwenimage_pr"
-NFT, DPO = "shapes_qwenimage_nft", "shapes_qwenimage_dpo,online"
+WINDOW = "shapes_qwenimage"
+BRANCHES = "shapes_qwenimage_pr"
+NFT = "shapes_qwenimage_nft"
+DPO = "shapes_qwenimage_dpo,online"
 CPU = torch.device("cpu")
 IMAGES = random_images(6, 8)
 
@@ -46,7 +48,7 @@ def registered(monkeypatch):
 
 
 def pool_of(score, name="own", **how):
-    """Of one reward, which is a function."""
+    """A pool of one reward, which is a function."""
     rewards.register(name, score)
     return Pool(CPU, {name: 2.0}, (), settings(**dict(batch_size=2, timeout_s=20.0) | how))
 
@@ -106,7 +108,8 @@ def test_a_thread_that_hangs_does_not_hold_the_process():
 
 
 def test_what_is_waited_for_is_said(monkeypatch):
-    told, lines = threading.Event(), []
+    told = threading.Event()
+    lines = []
     monkeypatch.setattr(pools, "print_notice", lambda line: (lines.append(line), told.set()))
     monkeypatch.setattr(pools, "SIGN_OF_LIFE_S", 0.0)
     slow = pool_of(lambda images, *_: images.mean((1, 2, 3)) if told.wait(20) else None)
@@ -139,14 +142,17 @@ def test_a_reward_that_is_wrong_is_named(score, says):
     with pytest.raises(RewardFailed, match=f"reward 'own'.*{says}.*'prompt 0'"):
         submit(pool_of(lambda images, *_: score(images)))()
     assert torch.get_default_dtype() == torch.float32
-    masked = submit(pool := pool_of(lambda images, *_: score(images), max_masked_share=0.05))()
+    pool = pool_of(lambda images, *_: score(images), max_masked_share=0.05)
+    masked = submit(pool)()
     assert masked["own"].isnan().sum() >= 3, "a list's other entries are scores"
     with pytest.raises(RewardFailed, match=r"reward 'own' \(thread\) failed for 100.0% of 6 images; .* 0.05; last: "):
         pool.masked_shares(masked)
 
 
 def test_what_a_reward_writes_into_what_it_gets_is_seen_by_nobody():
-    images, prompts, metadata = IMAGES[:2].clone(), ["a", "b"], [{"x": [1]}, {}]
+    images = IMAGES[:2].clone()
+    prompts = ["a", "b"]
+    metadata = [{"x": [1]}, {}]
 
     def score(images, prompts, metadata):
         images.zero_()
@@ -259,13 +265,14 @@ def test_what_a_reward_changes_of_the_process_is_put_back(write, tmp_path, monke
 
 
 def test_a_run_in_a_relative_folder_is_whole_while_rewards_change_the_directory(shallow, tmp_path, monkeypatch):
-    """Its scores come while the directory is another one, from which it never returns by itself."""
+    """Scores come while the directory is another one, from which the run never returns by itself."""
 
     def score(images, prompts, metadata):
         os.chdir(elsewhere)
         return images.mean((1, 2, 3))
 
-    (elsewhere := tmp_path / "elsewhere").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(foreign_code, "_put_back", lambda before: None)
     rewards.register("moving", score)
@@ -308,7 +315,8 @@ def test_scouts_without_a_score_are_compared_with_the_share_that_may_fail(shallo
 def test_a_watched_reward_is_measured_in_evaluations_alone_and_counts_nowhere(shallow, tmp_path):
     how = dict(model=shallow["model"], train__reward_aggregation="gdpo", train__filter_groups=True, num_epochs=1)
     folder = train(WINDOW, tmp_path, reward_fn={"jpeg_compressibility": 2.0}, eval__rewards=("shapes",), **how)
-    (epoch,), evaluation = lines_of(folder, "epoch"), lines_of(folder, "eval")[0]
+    (epoch,) = lines_of(folder, "epoch")
+    evaluation = lines_of(folder, "eval")[0]
     assert "reward/jpeg_compressibility_group_std" in epoch
     assert not any("shapes" in key for key in epoch)
     assert {"eval/shapes", "eval/shapes_accuracy"} <= set(evaluation)
@@ -359,7 +367,9 @@ def test_filtered_groups_leave_the_mean_to_the_others(name, shallow, tmp_path):
     how |= dict(sample__num_prompts_per_epoch=8, train__updates_per_epoch=1)
     how |= dict(train__max_grad_norm=1e9, train__clip_range=1.0, sample__num_images_per_prompt=2)
     plain, filtered = (train(name, tmp_path / str(f), train__filter_groups=f, **how) for f in (False, True))
-    (epoch,), (before,), (after,) = lines_of(plain, "epoch"), lines_of(plain, "update"), lines_of(filtered, "update")
+    (epoch,) = lines_of(plain, "epoch")
+    (before,) = lines_of(plain, "update")
+    (after,) = lines_of(filtered, "update")
     share = 1 - epoch["reward/zero_std_share"]
     assert 0 < share < 1, "a rollout without zero-std groups shows nothing"
     assert after["grad_norm"] == pytest.approx(before["grad_norm"] / share, rel=1e-4)
@@ -376,7 +386,8 @@ def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch
 
 def test_a_server_trains_the_same_weights_as_a_thread_and_no_token_is_stored(shallow, tmp_path, monkeypatch):
     """And scores the same evaluations."""
-    monkeypatch.setenv("REWARD_TOKEN", token := secrets.token_hex())
+    token = secrets.token_hex()
+    monkeypatch.setenv("REWARD_TOKEN", token)
     common = dict(num_epochs=1, eval_freq=1, model=shallow["model"], reward_fn={"jpeg_compressibility": 1.0})
     in_a_thread = train(BRANCHES, tmp_path / "thread", **common)
     with listening(rewards.load("jpeg_compressibility", CPU), token=token) as url:
@@ -424,7 +435,8 @@ def spoiling_two(draw):
 def test_a_masked_image_does_not_move_the_policy(name, more, shallow, tmp_path, monkeypatch):
     """Whatever was remembered of it, gradients and weights are the same, bit for bit; of a scored one they are not."""
     how = shallow | more | dict(reward__max_masked_share=0.6, num_epochs=1, eval_freq=0)
-    gradients, weights = [], []
+    gradients = []
+    weights = []
     draws = sampling.sample_epoch, spoiling_two(sampling.sample_epoch)
     for masked, draw in itertools.product((0, 2), draws):
         rewards.register("brightness", without_two() if masked else brightness)

@@ -1,6 +1,7 @@
-"""What the update sees of a rollout. Each row's own numbers: test_golden_first_losses; any number of ranks:
+"""The update sees each row of a rollout once. Each row's own numbers: test_golden_first_losses; any number of ranks:
 test_ranks.py."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,11 @@ from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.run import sampling
 from flow_grpo.run.update import backward
 
-BATCH, STEPS, OUTCOMES, BATCHES, UPDATES = 4, 3, 2, 4, 2
+BATCH = 4
+STEPS = 3
+OUTCOMES = 2
+BATCHES = 4
+UPDATES = 2
 IMAGES = dict(num_groups=8, group_size=2, batch_size=BATCH, batches_per_epoch=BATCHES)
 PLAN = BatchPlan(**IMAGES, num_trained_steps=STEPS, num_branches=OUTCOMES, updates_per_epoch=UPDATES)
 
@@ -34,29 +39,37 @@ def sampled(images, num_steps=STEPS):
 
 def updates(rollout, epoch, inner):
     """The rows (image, step) of each optimizer step, in order."""
-    return [
-        [tuple(row) for minibatch in update for row in minibatch.row_ids.tolist()]
-        for update in shuffled_updates(rollout, PLAN, 0, epoch, inner)
-    ]
+    return [rows_of(minibatches) for minibatches in shuffled_updates(rollout, PLAN, 0, epoch, inner)]
+
+
+def rows_of(minibatches):
+    row_ids = torch.cat([minibatch.row_ids for minibatch in minibatches])
+    return list(map(tuple, row_ids.tolist()))
 
 
 def test_epochs_inner_epochs_and_batches_are_shuffled_apart():
     rollout = concat([sampled(range(BATCH * n, BATCH * (n + 1))) for n in range(BATCHES)])
-    first, *_ = shuffled = updates(rollout, 0, 0)
+    shuffled = updates(rollout, 0, 0)
     assert updates(rollout, 0, 0) == shuffled
+    sets = list(map(set, shuffled))
     for other in ((0, 1), (1, 0)):
-        assert [set(rows) for rows in updates(rollout, *other)] != [set(rows) for rows in shuffled]
-    shares = [{(i % BATCH, k) for i, k in first if i // BATCH == batch} for batch in range(BATCHES)]
+        assert list(map(set, updates(rollout, *other))) != sets
+    shares = [set() for _ in range(BATCHES)]
+    for image, step in shuffled[0]:
+        shares[image // BATCH].add((image % BATCH, step))
     assert any(share != shares[0] for share in shares[1:])
 
 
 @pytest.mark.parametrize(("num_steps", "sizes"), [(STEPS, [4, 2]), (1, [2])], ids=["whole", "window cut off"])
 def test_minibatches_are_as_large_as_a_batch_but_for_an_updates_last(num_steps, sizes):
     updates = list(shuffled_updates(sampled(range(BATCH), num_steps=num_steps), PLAN, 0, 0, 0))
-    assert [[len(part.timesteps) for part in update] for update in updates] == [sizes] * UPDATES
-    assert {part.num_rows for update in updates for part in update} == {sum(sizes)}
-    rows = [tuple(row) for update in updates for part in update for row in part.row_ids.tolist()]
-    assert sorted(rows) == [(i, k) for i in range(BATCH) for k in range(num_steps)]
+    assert len(updates) == UPDATES
+    rows = []
+    for update in updates:
+        assert [len(part.timesteps) for part in update] == sizes
+        assert [part.num_rows for part in update] == [sum(sizes)] * len(sizes)
+        rows += rows_of(update)
+    assert sorted(rows) == list(itertools.product(range(BATCH), range(num_steps)))
 
 
 def test_an_images_advantage_counts_at_each_of_its_steps_and_its_outcomes_share_a_mean():
@@ -103,7 +116,7 @@ def test_an_error_names_the_row_of_an_outcome():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["shapes_qwenimage,guard", "shapes_qwenimage_pr"])
 def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(name, shallow, tmp_path, monkeypatch):
-    """Those that are wrong end a run (test_parity.py); recomputing them cures it, and says how wrong they were."""
+    """Wrong ones end a run (test_parity.py); recomputing them cures it, and says how wrong they were."""
     plain = sampling.from_trace
 
     def wrong(*args, **options):
@@ -123,7 +136,11 @@ def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(nam
         first, *_, epoch = [line for line in lines if line["kind"] in ("update", "epoch")]
         assert first["parity/log_prob_abs_diff_max"] == first["ratio_std"] == 0
         assert epoch["parity/recomputed_abs_diff_max"] == pytest.approx(gap, rel=1e-2)
-    assert [line["loss"] for line in right if "loss" in line] == [line["loss"] for line in cured if "loss" in line]
+    assert losses_of(right) == losses_of(cured)
+
+
+def losses_of(lines):
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.mark.slow
@@ -131,16 +148,19 @@ def test_advantages_and_the_gradients_norm_count_up_to_their_bounds(shallow, tmp
     """Both bounds are below all advantages, so that the gradient is in proportion to them."""
     how = shallow | dict(num_epochs=1, eval_freq=0, sample__num_prompts_per_epoch=2, train__updates_per_epoch=1)
     how |= dict(train__max_grad_norm=1e-5)
-    one, two = (train("shapes_qwenimage", tmp_path / str(c), train__adv_clip_max=c, **how) for c in (1e-3, 2e-3))
-    norms = [lines_of(folder, "update")[0]["grad_norm"] for folder in (one, two)]
-    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-3)
-    moments = [weight.flatten() for name, weight in stored(two, 1).items() if name.endswith("/exp_avg")]
+    one = train("shapes_qwenimage", tmp_path / "1", train__adv_clip_max=1e-3, **how)
+    two = train("shapes_qwenimage", tmp_path / "2", train__adv_clip_max=2e-3, **how)
+    norm = lines_of(one, "update")[0]["grad_norm"]
+    assert lines_of(two, "update")[0]["grad_norm"] == pytest.approx(2 * norm, rel=1e-3)
+    tensors = stored(two, 1)
+    moments = [tensors[name].flatten() for name in tensors if name.endswith("/exp_avg")]
     assert torch.cat(moments).norm() == pytest.approx(0.1 * 1e-5, rel=1e-2)
-    assert norms[0] > 1e-5
+    assert norm > 1e-5
 
 
 def test_branches_compete_with_those_of_their_trunks_step_or_of_their_prompts_step():
-    trunk, prompt = (train_qwenimage_pr.groups_of(range(4, 8), PLAN, baseline) for baseline in ("group", "prompt"))
+    trunk = train_qwenimage_pr.groups_of(range(4, 8), PLAN, "group")
+    prompt = train_qwenimage_pr.groups_of(range(4, 8), PLAN, "prompt")
     assert trunk[:, :, 0].tolist() == [[12, 13, 14], [15, 16, 17], [18, 19, 20], [21, 22, 23]]
     assert prompt[:, :, 0].tolist() == [[6, 7, 8]] * 2 + [[9, 10, 11]] * 2  # trunks 4 and 5 are of prompt 2
     assert torch.equal(trunk, trunk[:, :, :1].expand(4, STEPS, OUTCOMES))

@@ -573,12 +573,12 @@ def test_requests_share_the_memory():
 
 
 def test_the_same_request_is_answered_from_memory(small_server):
-    first, again, other = (
-        httpx.post(small_server + "/score", **parts(*images, **{"Idempotency-Key": key}))
-        for images, key in (([GOOD], "k"), ([], "k"), ([], "other"))
-    )
-    assert first.json() == again.json() == {"scores": {"score": [0.0]}}
-    assert other.status_code == 422
+    def answer(key, *images):
+        return httpx.post(small_server + "/score", **parts(*images, **{"Idempotency-Key": key}))
+
+    assert answer("k", GOOD).json() == {"scores": {"score": [0.0]}}
+    assert answer("k").json() == {"scores": {"score": [0.0]}}
+    assert answer("other").status_code == 422
 
 
 def test_an_empty_idempotency_key_is_none(small_server):

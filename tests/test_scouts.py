@@ -13,7 +13,9 @@ SCOUTS = dict(sample__scouts_per_image=3)
 
 def by_number(samples):
     """Latents of each image of some draws, in the order of their numbers."""
-    latents = {image: x for batch, drawn in samples for image, x in zip(batch.image_numbers, drawn.latents)}
+    latents = {}
+    for batch, drawn in samples:
+        latents |= zip(batch.image_numbers, drawn.latents)
     return torch.stack([latents[image] for image in range(len(latents))])
 
 
@@ -42,7 +44,8 @@ def test_the_best_and_the_worst_scouts_of_each_prompt_are_drawn_again_from_their
 def test_a_run_with_cheap_scouts_trains_what_it_draws_again(name, shallow, tmp_path):
     how = SCOUTS | dict(sample__rollout_weights="merged", sample__num_steps=6, num_epochs=1, eval_freq=0)
     folder = train(name, tmp_path, lora__rank=4, **how | shallow)
-    (epoch,), updates = lines_of(folder, "epoch"), lines_of(folder, "update")
+    (epoch,) = lines_of(folder, "epoch")
+    updates = lines_of(folder, "update")
     assert epoch["images"] == 8
     assert epoch["reward/scouts"] != epoch["reward/avg"]
     assert updates[0].get("parity/log_prob_abs_diff_max", 0) == 0 < updates[0]["grad_norm"]

@@ -206,11 +206,13 @@ def test_a_detection_is_where_the_object_is_and_slightly_wrong_shapes_still_coun
 def test_a_picture_that_is_no_square_is_looked_at_undistorted(sides):
     """A square picture with background at two sides, which then is 1.5 times as wide or as high."""
     square = torch.stack([paint(region(kind, 0.4, 0.6), RED) for kind in SHAPES])
-    longer = torch.stack([pad(plane, sides, value=value) for plane, value in zip(square.unbind(1), BACKGROUND)], 1)
+    planes = [pad(plane, sides, value=value) for plane, value in zip(square.unbind(1), BACKGROUND)]
+    longer = torch.stack(planes, 1)
     for (ours,), (theirs,) in zip(detect(longer), detect(square), strict=True):
         assert (ours.kind, ours.color) == (theirs.kind, theirs.color)
         assert ours.area == pytest.approx(theirs.area * (2 / 3) ** 2, rel=0.25)
-        np.testing.assert_allclose(ours.center, [0.5 + (place - 0.5) * 2 / 3 for place in theirs.center], atol=0.02)
+        from_middle = np.array(theirs.center) - 0.5
+        np.testing.assert_allclose(ours.center, 0.5 + from_middle * 2 / 3, atol=0.02)
 
 
 @pytest.mark.parametrize(("top", "kind"), [(0, None), (16, "square"), (32, None)])
@@ -301,14 +303,14 @@ def test_what_the_reward_and_the_renderer_cannot_read_is_refused_with_the_prompt
         return lambda: draw_shapes.prompt_table([{"prompt": prompt, "include": include}])
 
     square_first = [*circle(position=["above", 1])["include"], {"class": "square", "count": 1}]
-    assert_refused(
-        [
-            *((str(metadata), scored(metadata), ["a strange prompt", *words]) for metadata, *words in MALFORMED),
-            ("no include", lambda: reward.check_prompts(["a circle"], [{}]), ["'a circle'", "include"]),
-            ("too many", drawn("five circles", circle(count=5)["include"]), ["'five circles'", "5"], ValueError),
-            ("odd", drawn("odd", square_first), ["'odd'", "include[1]"], ValueError),
-        ]
-    )
+    rows = [
+        ("no include", lambda: reward.check_prompts(["a circle"], [{}]), ["'a circle'", "include"]),
+        ("too many", drawn("five circles", circle(count=5)["include"]), ["'five circles'", "5"], ValueError),
+        ("odd", drawn("odd", square_first), ["'odd'", "include[1]"], ValueError),
+    ]
+    for metadata, *words in MALFORMED:
+        rows.append((str(metadata), scored(metadata), ["a strange prompt", *words]))
+    assert_refused(rows)
 
 
 def combination(prompt):
@@ -342,6 +344,7 @@ def test_labels_are_what_a_prompt_leaves_open_of_its_first_object():
     disc = (rows[:, None] - 12).square() + (rows - 52).square() < 100  # 20 of 64 pixels wide, at the top right
     found = reward.labels(torch.where(disc, RGB["cyan"], BLANK).expand(3, -1, -1, -1), asked)
     width = int(20 * (100 * np.pi / 64**2) ** 0.5)
-    assert {name: values.tolist() for name, values in found.items()} == dict(
-        color=[[*COLORS].index("cyan"), -1, -1], position=[2, -1, 2], size=[width, -1, width]
-    )
+    assert found.keys() == {"color", "position", "size"}
+    assert found["color"].tolist() == [list(COLORS).index("cyan"), -1, -1]
+    assert found["position"].tolist() == [2, -1, 2]
+    assert found["size"].tolist() == [width, -1, width]

@@ -37,7 +37,8 @@ def test_shipped_fits_into_10_mb(shipped):
 
 
 def test_shipped_latent_statistics_are_the_vaes_own(shipped, held_out):
-    config, prompts = shipped.vae.config, draw_shapes.balanced(held_out, 240)
+    config = shipped.vae.config
+    prompts = draw_shapes.balanced(held_out, 240)
     images = draw_shapes.pictures(prompts, torch.Generator().manual_seed(1)) * 2 - 1
     with torch.no_grad():
         std, mean = torch.std_mean(shipped.vae.encode(images[:, :, None]).latent_dist.mean, dim=(0, 2, 3, 4))

@@ -2,6 +2,7 @@
 alike; a config file that cannot be read, or is another program's, with one sentence."""
 
 import re
+from collections import Counter
 
 import pytest
 from hypothesis import assume, given
@@ -15,11 +16,12 @@ from flow_grpo.command_line import checks, command_line, launcher
 from flow_grpo.settings import config_files, stored_config, table, unknown_names
 
 DEFAULT = "config/grpo.py:shapes_qwenimage"
-ROWS = [row for row in unknown_names.rows() if re.fullmatch(r"[\w.]+", row.name) and row.name not in table.BY_KEY]
+WORDS = [row for row in unknown_names.rows() if re.fullmatch(r"[\w.]+", row.name)]
+ROWS = [row for row in WORDS if row.name not in table.BY_KEY]
 
 
 def typed(*words):
-    """What a command line is refused with."""
+    """The sentence with which a command line is refused."""
     return refusal(command_line.config_of, [*words], DEFAULT)
 
 
@@ -29,10 +31,12 @@ def named(message):
 
 def test_every_row_names_settings_that_there_are_and_of_each_program_there_are_some():
     rows = unknown_names.rows()
-    assert {name for row in rows for name in row.ours} <= table.BY_KEY.keys()
-    programs = {row.program for row in rows}
-    assert [sum(row.program == program for row in rows) >= 8 for program in programs] == [True] * 5
-    assert sum(row.program == "verl-omni" for row in rows) > 22
+    for row in rows:
+        assert table.BY_KEY.keys() >= set(row.ours)
+    count = Counter(row.program for row in rows)
+    assert len(count) == 5
+    assert min(count.values()) >= 8
+    assert count["verl-omni"] > 22
 
 
 def test_a_name_of_another_program_is_answered_with_its_row_and_no_other_setting():
@@ -82,9 +86,12 @@ def slips(word):
     )
 
 
-SLIPS = st.sampled_from([key for key in table.BY_KEY if len(key.rpartition(".")[2]) > 4]).flatmap(
-    lambda key: st.tuples(st.just(key), slips(key.rpartition(".")[2]))
-)
+def slips_of(key):
+    return st.tuples(st.just(key), slips(key.rpartition(".")[2]))
+
+
+LONG_KEYS = [key for key in table.BY_KEY if len(key.rpartition(".")[2]) > 4]
+SLIPS = st.sampled_from(LONG_KEYS).flatmap(slips_of)
 
 
 @hypothesis_settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -161,7 +168,8 @@ def test_a_config_file_that_means_nothing_here_is_one_sentence_that_names_it(tmp
 
 def test_the_published_files_are_named_from_the_checkout_and_a_copy_by_its_own_name(tmp_path):
     assert "in config/nft.py" in refusal(config_files.load, f"{ROOT}/config/nft.py:no_such_run")
-    (copy := tmp_path / "own.py").write_text((ROOT / "config/grpo.py").read_text())
+    copy = tmp_path / "own.py"
+    copy.write_text((ROOT / "config/grpo.py").read_text())
     assert f"in {copy}" in refusal(config_files.load, f"{copy}:no_such_run")
 
 
@@ -180,7 +188,8 @@ def test_settings_of_ones_own_may_be_set_on_the_command_line_alone():
 
 def test_a_slip_of_a_setting_of_ones_own_is_refused(tmp_path):
     lines = "    config = grpo.shapes_qwenimage()\n    config.custom.rate = 0.5\n    return config"
-    (file := tmp_path / "own.py").write_text(OURS.replace("    return grpo.shapes_qwenimage()", lines))
+    file = tmp_path / "own.py"
+    file.write_text(OURS.replace("    return grpo.shapes_qwenimage()", lines))
     words = [f"--config={file}", "--config.custom.ratte=1"]
     assert "nearest: config.custom.rate" in refusal(command_line.config_of, words, DEFAULT)
 

@@ -31,7 +31,8 @@ CPU = torch.device("cpu")
 def launch(program: str, folder: Path) -> list:
     """The last words of two gloo ranks that run a Python file and write to `folder`. Their exit status says nothing:
     gloo may abort at interpreter exit after all the work."""
-    ranks, files = warm.torchrun([program, folder]), [folder / f"rank{rank}.pt" for rank in (0, 1)]
+    ranks = warm.torchrun([program, folder])
+    files = [folder / f"rank{rank}.pt" for rank in (0, 1)]
     assert all(file.exists() for file in files), [rank.stderr[-4000:] for rank in ranks]
     return [torch.load(file, weights_only=False) for file in files]
 
@@ -55,14 +56,15 @@ def adapter_weights(name: str, shape: torch.Size) -> torch.Tensor:
 
 
 class Rows(torch.nn.Module):
-    """What a FlowModel's network is: a transformer behind a call that returns one tensor."""
+    """Stand in for a FlowModel's network: a transformer behind a call that returns one tensor."""
 
     def __init__(self, transformer):
         super().__init__()
         self.transformer = transformer
 
     def forward(self, rows):
-        image, text = rows[:, :16], rows[:, 16:]
+        image = rows[:, :16]
+        text = rows[:, 16:]
         how = dict(timestep=rows[:, 0, 0].sigmoid())  # a row's own, whichever rank has it
         return self.transformer(image, text, img_shapes=[[(1, 4, 4)]] * len(rows), return_dict=False, **how)[0]
 
@@ -86,8 +88,11 @@ def velocity(transformer, rows: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_of(transformer) -> torch.optim.AdamW:
-    """Its first step is lr g / (|g| + eps). Gradients of about 1e-3 come from sums of 192 rows, so that two orders of
-    them differ by about 3e-9; with eps 1e-5 weights then differ by 3e-7 a step, even where g is near 0."""
+    """AdamW whose weights hardly depend on the order of sums.
+
+    The first step is lr g / (|g| + eps). Gradients of about 1e-3 come from sums of 192 rows, so that two orders of them
+    differ by about 3e-9; with eps 1e-5 weights then differ by 3e-7 a step, even where g is near 0.
+    """
     return torch.optim.AdamW(fsdp_utils.trainable_parameters(transformer).values(), lr=1e-3, eps=1e-5)
 
 

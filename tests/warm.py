@@ -75,11 +75,13 @@ class Started:
     def wait(self, timeout_s=300.0):
         """The exit status. Raises TimeoutError, after a kill."""
         end = time.monotonic() + timeout_s
-        while (status := self.poll()) is None:
+        status = self.poll()
+        while status is None:
             if time.monotonic() > end:
                 self.kill()
                 raise TimeoutError(f"{timeout_s} s are over: {self.stderr()[-3000:]}")
             time.sleep(0.01)
+            status = self.poll()
         return status
 
     def kill(self):
@@ -118,7 +120,9 @@ def torchrun(command, env=None, num_ranks=2, timeout_s=300.0):
     """Run it on ranks, to the end of all; their results. A rank that fails leaves the others waiting, so they go."""
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
     env = dict(os.environ if env is None else env) | world
-    ranks = [Started(command, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
+    ranks = []
+    for rank in range(num_ranks):
+        ranks.append(Started(command, env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
     end = time.monotonic() + timeout_s
     while any(rank.poll() is None for rank in ranks):
         if time.monotonic() > end or any(rank.poll() not in (None, 0) for rank in ranks):

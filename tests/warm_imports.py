@@ -1,4 +1,4 @@
-"""What the process that warm.py forks does once: all that a run imports or works out, half of a short run's time."""
+"""Do once, in the process that warm.py forks, all that a run imports or works out, half of a short run's time."""
 
 import gc
 

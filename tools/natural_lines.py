@@ -32,7 +32,7 @@ LIMITS = {
     "scripts": (0, 0, 0, 0, 0),
     "tools": (0, 0, 0, 0, 0),
     "benchmarks": (0, 0, 0, 0, 0),
-    "tests": (66, 13, 19, 7, 58),
+    "tests": (0, 0, 0, 0, 0),
     "flow_grpo/algorithms": (0, 0, 0, 0, 0),
     "flow_grpo/base": (0, 0, 0, 0, 0),
     "flow_grpo/checkpoints": (0, 0, 0, 0, 0),
