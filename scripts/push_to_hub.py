@@ -3,7 +3,8 @@
     python scripts/push_to_hub.py runs/NAME --repo USER/NAME --dry-run
     python scripts/push_to_hub.py runs/NAME --repo USER/NAME
 
-The best evaluation's weights, or --weights last. A dry run writes the card and lists the files without any connection;
+The best evaluation's weights, or --weights last. With --export-dtype bfloat16 a LoRA of half the size is uploaded; the
+run's own file stays as it is. A dry run writes the card and lists the files without any connection;
 read the card before it is public. `hf auth login` first. A repository that is there is added to.
 """
 
@@ -22,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("run", type=Path, help="a run's folder")
     flags.add_argument("--repo", required=True, help="USER/NAME")
     flags.add_argument("--weights", choices=["best", "last"], default="best")
+    flags.add_argument("--export-dtype", choices=["float32", "bfloat16"], help="of a LoRA's weights; default: its own")
     flags.add_argument("--private", action="store_true", help="only you can see a repository that is made")
     flags.add_argument("--dry-run", action="store_true", help="list what would be uploaded; no connection")
     return flags
@@ -39,14 +41,15 @@ def check_flags(args: argparse.Namespace) -> None:
 if __name__ == "__main__":
     args = command_line.arguments(parser(), check_flags)
 
-from huggingface_hub import HfApi
-from safetensors.torch import load_file
+import torch
+from huggingface_hub import CommitOperationAdd, HfApi
+from safetensors.torch import load_file, save
 
 from flow_grpo.base import checksums
 from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.monitoring import model_card
 from flow_grpo.settings.sections import Config
-from flow_grpo.weights import finite, lora_files
+from flow_grpo.weights import finite, lora_files, safetensors_reader
 
 PATTERNS = ("README.md", "*.png", lora_files.FILE, "transformer/*")
 
@@ -79,22 +82,37 @@ def files_to_upload(folder: Path) -> list[Path]:
     return sorted(files)
 
 
+def content(file: Path, dtype: str | None) -> Path | bytes:
+    """Return what is uploaded of a file: itself, or a LoRA file whose weights have a torch dtype."""
+    if dtype is None or file.name != lora_files.FILE:
+        return file
+    weights = {}
+    for name, weight in load_file(file).items():
+        weights[name] = weight.to(getattr(torch, dtype))
+    return save(weights, safetensors_reader.header_of(file).metadata)
+
+
 def main(args: argparse.Namespace, hub: HfApi) -> None:
     """Write the model card, list the files and upload them."""
     folder = chosen_folder(args.run, args.weights)
+    if args.export_dtype and not (folder / lora_files.FILE).is_file():
+        raise UserError(f"--export-dtype is for a LoRA, and {args.run} trained all weights")
     check_weights(folder)
     for notice in model_card.write_cards(args.run, args.repo):
         print(notice)
-    files = files_to_upload(folder)
-    for file in files:
-        print(f"{file.stat().st_size:>14,}  {file.relative_to(folder)}")
+    uploads = []
+    for file in files_to_upload(folder):
+        uploaded = content(file, args.export_dtype)
+        size = len(uploaded) if isinstance(uploaded, bytes) else file.stat().st_size
+        name = str(file.relative_to(folder))
+        print(f"{size:>14,}  {name}")
+        uploads.append(CommitOperationAdd(name, uploaded))
     if args.dry_run:
         print(f"nothing was uploaded; {folder / 'README.md'} is the card")
         return
-    names = [str(file.relative_to(folder)) for file in files]
     try:
         address = hub.create_repo(args.repo, private=args.private, exist_ok=True)
-        hub.upload_folder(repo_id=args.repo, folder_path=folder, allow_patterns=names, commit_message=args.run.name)
+        hub.create_commit(args.repo, uploads, commit_message=args.run.name)
     # Errors of the connection, of the hub and of its client have no class in common.
     except Exception as error:
         raise UserError(f"{args.repo}: the hub has not taken the files: {in_one_line(error)}") from error

@@ -8,7 +8,7 @@ import torch
 from diffusers import QwenImagePipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
-from small import move
+from small import lines_of, move, train
 from test_policies import ALONE, TINY, by_evaluate, lora, pipeline_with, velocity
 
 from flow_grpo.checkpoints import exports
@@ -49,6 +49,14 @@ def folder(pipeline, tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def rounded(pipeline, tmp_path_factory):
+    """The export in bfloat16."""
+    path = tmp_path_factory.mktemp("rounded")
+    exports.save_lora(pipeline, path, "bfloat16")
+    return path
+
+
 def by_diffusers(folder):
     pipeline = fresh()
     pipeline.load_lora_weights(folder)
@@ -81,6 +89,15 @@ READERS = by_evaluate, by_diffusers, by_diffusers_without_the_header, by_sums_of
 def test_whoever_reads_an_exported_lora_has_the_policy(read, folder, policy, base):
     assert (policy - base).abs().max() > 0.01
     assert torch.allclose(velocity(read(folder)), policy, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_an_export_in_bfloat16_is_the_policy_within_its_rounding(read, rounded, folder, policy, base):
+    weights = load_file(rounded / lora_files.FILE)
+    for name, weight in load_file(folder / lora_files.FILE).items():
+        assert torch.equal(weights[name], weight.bfloat16()), name
+    difference = velocity(read(rounded)) - policy
+    assert 0 < difference.norm() < 2**-8 * (policy - base).norm()
 
 
 def test_the_header_says_that_alpha_is_the_rank(folder):
@@ -157,3 +174,20 @@ def test_an_alpha_that_is_no_power_of_two_times_the_rank_costs_only_rounding(tmp
     exports.save_lora(odd, tmp_path)
     for transformer in (by_sums_of_tensors(tmp_path), by_a_run(tmp_path, 7), by_a_run(tmp_path, 4)):
         assert torch.allclose(velocity(transformer), velocity(odd.transformer), rtol=0, atol=1e-5)
+
+
+def test_a_run_that_exports_bfloat16_writes_nothing_else_as_lora_files_and_resumes_bit_for_bit(shallow, tmp_path):
+    how = shallow | dict(num_epochs=2, eval_freq=1, save_freq=1, train__ema_interval=1)
+    float32 = train("shapes_qwenimage", tmp_path / "float32", **how)
+    how |= dict(lora__export_dtype="bfloat16")
+    train("shapes_qwenimage", tmp_path / "resumed", **how | dict(num_epochs=1))
+    resumed = train("shapes_qwenimage", tmp_path / "resumed", **how, resume_from="latest")
+    assert lines_of(resumed, "update") == lines_of(float32, "update")
+    for place in (".", "best", "checkpoints/epoch_000002"):
+        expected = load_file(float32 / place / lora_files.FILE)
+        found = load_file(resumed / place / lora_files.FILE)
+        assert any(weight.any() for name, weight in expected.items() if "lora_B" in name)
+        for name, weight in expected.items():
+            assert torch.equal(found[name], weight.bfloat16()), (place, name)
+    adapter = lora_files.check_adapter(resumed)
+    assert (adapter.rank, adapter.alpha) == (4, 4)

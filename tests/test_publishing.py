@@ -1,5 +1,6 @@
 """A run is published: its LoRA in diffusers, its card, an upload."""
 
+import base64
 import json
 import re
 import shutil
@@ -11,7 +12,7 @@ from hostile import http_server, send
 from huggingface_hub import HfApi, ModelCard, constants
 from PIL import Image
 from refused import assert_refused
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 from small import MODELS, as_prompts, config_of, exported, flip_a_bit, lines_of, loaded
 
 from flow_grpo.base import folders
@@ -247,29 +248,56 @@ def test_a_dry_run_lists_the_files_and_connects_to_nothing(run, capsys):
     assert "Mean over the test prompts, at most 4 of them" in card
 
 
-def test_an_upload_makes_the_repository_and_commits_every_file_once(run, monkeypatch):
+@pytest.fixture
+def upload(run, monkeypatch):
+    """(flags) -> the paths that the hub is asked, and the content of each file that is committed, by its path."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # the environment may say otherwise
-    committed = {}
 
-    def answer(handler, body, number):
-        said = dict(url=f"http://{handler.headers['host']}/me/red")
-        if "/preupload/" in handler.path:
-            said = {"files": []}
-            for file in json.loads(body)["files"]:
-                said["files"].append(dict(path=file["path"], uploadMode="regular", shouldIgnore=False))
-        elif "/commit/" in handler.path:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    committed[line["value"]["path"]] = line["value"]
-            said = dict(success=True, commitOid="a" * 40, commitUrl=f"{said['url']}/commit/a")
-        send(handler, said)
+    def push_with(*flags):
+        committed = {}
 
-    with http_server(answer) as (address, asked):
-        push(run, "--weights=last", hub=HfApi(endpoint=address, token="hf_test"))
+        def answer(handler, body, number):
+            said = dict(url=f"http://{handler.headers['host']}/me/red")
+            if "/preupload/" in handler.path:
+                said = {"files": []}
+                for file in json.loads(body)["files"]:
+                    said["files"].append(dict(path=file["path"], uploadMode="regular", shouldIgnore=False))
+            elif "/commit/" in handler.path:
+                for line in map(json.loads, body.splitlines()):
+                    if line["key"] == "file":
+                        committed[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                said = dict(success=True, commitOid="a" * 40, commitUrl=f"{said['url']}/commit/a")
+            send(handler, said)
+
+        with http_server(answer) as (address, asked):
+            push(run, *flags, hub=HfApi(endpoint=address, token="hf_test"))
+        return asked, committed
+
+    return push_with
+
+
+def test_an_upload_makes_the_repository_and_commits_every_file_once(run, upload):
+    asked, committed = upload("--weights=last")
     assert asked[0] == "/api/repos/create"
-    assert {"README.md", LORA} < set(committed)
-    for name in committed:
-        assert not name.startswith(("checkpoints", "images", "config", "metrics", "wandb"))
+    assert committed.keys() == {"README.md", "reward.png", "samples.png", LORA}
+    for name, content in committed.items():
+        assert content == (run / name).read_bytes()
+
+
+def test_a_lora_is_uploaded_in_bfloat16_and_stays_as_it_is_in_the_run(run, upload, capsys):
+    file = run / "best" / LORA
+    before = file.read_bytes()
+    _, committed = upload("--export-dtype=bfloat16")
+    assert file.read_bytes() == before
+    assert f"{len(committed[LORA]):,}  {LORA}" in capsys.readouterr().out
+    assert len(committed[LORA]) < 0.6 * len(before)
+    weights = load(committed[LORA])
+    for name, weight in load_file(file).items():
+        assert torch.equal(weights[name], weight.bfloat16())
+    copy = run.parents[1] / LORA
+    copy.write_bytes(committed[LORA])
+    assert lora_files.read_adapter(copy) == lora_files.read_adapter(file)
+    assert committed["README.md"] == (run / "best" / "README.md").read_bytes()
 
 
 def not_finite(path):
@@ -289,6 +317,8 @@ def test_damaged_weights_are_not_uploaded(weights, kind, recorded, tmp_path):
         push(copy, "--weights", weights)
 
 
-def test_what_is_no_run_and_a_hub_that_does_not_answer_are_named(run, tmp_path):
+def test_what_is_no_run_and_a_hub_that_does_not_answer_are_named(run, recorded, tmp_path):
+    full = recorded("nft, full weights").folder
     rows = [("no run", lambda: push(tmp_path), [tmp_path]), ("no hub", lambda: push(run), ["me/red", "hub"])]
+    rows.append(("no LoRA", lambda: push(full, "--export-dtype=bfloat16"), ["--export-dtype", full]))
     assert_refused(rows)

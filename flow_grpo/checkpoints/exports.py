@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
 from diffusers.configuration_utils import ConfigMixin
 from huggingface_hub import save_torch_state_dict
 from peft import get_peft_model_state_dict
@@ -17,7 +18,7 @@ from flow_grpo.weights import fsdp_utils, lora_files, quantisation, safetensors_
 logging.getLogger("huggingface_hub").setLevel(logging.WARNING)
 
 
-def save_lora(pipeline: Any, folder: Path | str) -> None:
+def save_lora(pipeline: Any, folder: Path | str, dtype: str = "float32") -> None:
     """Write an adapter as the safetensors file that `pipeline.load_lora_weights(folder)` reads.
 
     B is stored times alpha / rank, and the header has alpha = rank: a program that reads the tensors alone computes the
@@ -25,18 +26,21 @@ def save_lora(pipeline: Any, folder: Path | str) -> None:
     once more, by up to 6e-8 of itself, so that figures of the file may differ from the run's own in their last digits.
 
     The header says "base_precision" where the base is quantised.
+
+    Args:
+        dtype: of the stored weights, as torch calls it.
     """
     weights = fsdp_utils.full_state_dict(pipeline.transformer)
-    distributed.on_main(_save_lora, pipeline, folder, weights)
+    distributed.on_main(_save_lora, pipeline, folder, weights, getattr(torch, dtype))
 
 
-def _save_lora(pipeline: Any, folder: Path | str, weights: dict[str, Tensor]) -> None:
+def _save_lora(pipeline: Any, folder: Path | str, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
     layers = get_peft_model_state_dict(pipeline.transformer, state_dict=weights, adapter_name="default")
     settings = pipeline.transformer.peft_config["default"].to_dict()
     scale = settings["lora_alpha"] / settings["r"]
     for name, weight in layers.items():
-        if ".lora_B." in name:
-            layers[name] = weight * scale
+        factor = scale if ".lora_B." in name else 1.0
+        layers[name] = (weight * factor).to(dtype)
     settings["lora_alpha"] = settings["r"]
     precision = quantisation.precision_of(pipeline.transformer)
     # A set has no order in JSON: equal adapters would make files of different bytes.

@@ -16,7 +16,7 @@ FREE_SECTIONS = ("custom.", "eval.", "health.", "reward.", "reward_fn.")
 FREE = {
     *("name", "method", "run_name", "output_dir", "logger", "alert", "resume_from", "accept_changes", "dry_run"),
     *("seed", "num_epochs", "max_hours", "save_freq", "keep_checkpoints", "eval_freq", "dataset"),
-    *("lora.alpha", "lora.path"),
+    *("lora.alpha", "lora.path", "lora.export_dtype"),
     *("sample.noise_level", "sample.num_prompts_per_epoch", "sample.num_images_per_prompt", "sample.global_std"),
     *("sample.baseline", "train.learning_rate", "train.learning_rate_schedule", "train.warmup_updates"),
     *("train.adam_betas", "train.weight_decay", "train.max_grad_norm", "train.clip_range", "train.parity_limit"),

@@ -74,7 +74,7 @@ def export(run: Run, folder: Path) -> None:
     _check_finite(run, run.ema.state_dict())
     with run.ema.applied():
         if run.config.lora.rank:
-            exports.save_lora(run.pipeline, folder)
+            exports.save_lora(run.pipeline, folder, run.config.lora.export_dtype)
         else:
             exports.save_transformer(run.pipeline.transformer, folder / "transformer")
 
@@ -95,7 +95,7 @@ def state_after_failure(run: Run) -> str:
 
 def load_export(run: Run, folder: Path) -> None:
     """Fill the transformer with the weights that `export` wrote; those that it carried are lost. What is computed has
-    the same bits where lora.alpha / lora.rank is a power of two."""
+    the bits of what was exported where that was float32 and lora.alpha / lora.rank is a power of two."""
     offload.wait_for_offloaded(run.parameters)
     transformer = run.pipeline.transformer
     if run.config.lora.rank:

@@ -62,6 +62,10 @@ class Lora(Section):
     """Ends of the names of the linear layers that the adapter adapts, such as ('attn.to_q', 'attn.to_v'); () = the
     model's own list."""
 
+    export_dtype: Literal["float32", "bfloat16"] = setting("float32", resumable=True, when=(("lora.rank",),))
+    """Of the LoRA files that the run writes; bfloat16 = half the size, each weight rounded by up to 0.4 %. Checkpoints
+    resume in float32 whatever it is."""
+
 
 @dataclass(frozen=True)
 class Fsdp(Section):
