@@ -69,7 +69,9 @@ def test_an_epochs_pairs_follow_from_seed_epoch_and_place_and_take_neither_text_
     assert torch.equal(again.winners, pairs.winners)
     assert not torch.equal(other.winners, pairs.winners)
     assert pairs.numbers.tolist() == list(range(8))
-    assert run.pipeline.vae is run.pipeline.text_encoder is run.pool is None
+    assert run.pipeline.vae is run.pipeline.text_encoder is run.loaded_pool is None
+    with pytest.raises(RuntimeError, match="makes no image"):
+        _ = run.pool
 
 
 def test_offline_its_first_update_knows_nothing_and_its_loss_falls(recorded):

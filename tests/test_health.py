@@ -11,7 +11,7 @@ from small import lines_of, stored, train
 
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.monitoring import health
-from flow_grpo.run import loop
+from flow_grpo.run import evaluate, loop
 from flow_grpo.run.rewards import latent_signs
 from flow_grpo.settings.sections import Config, Eval, Health, Train
 from flow_grpo.weights import policies
@@ -166,6 +166,17 @@ def test_a_run_without_a_best_policy_to_go_back_to_ends_and_says_why_there_is_no
     run = Record(best_evaluation=None, stopped=False, evaluations_since=since, board=board)
     assert loop._roll_back(run) == f"{reason}, so it saves a checkpoint and ends the run"
     assert run.stopped
+
+
+def test_a_best_policy_whose_folder_was_removed_is_said_and_ends_in_no_traceback(tmp_path):
+    said = []
+    board = Record(say=said.append)
+    chosen = Record(epoch=2, split="validation")
+    run = Record(best_evaluation=chosen, num_roll_backs=0, stopped=False, folder=tmp_path, board=board)
+    removed = f"the folder {tmp_path / 'best'} was removed"
+    assert loop._roll_back(run) == f"{removed}, so it saves a checkpoint and ends the run"
+    evaluate.conclude(run)
+    assert said == [f"{tmp_path}: the folder best/ was removed, so there is no best policy"]
 
 
 def test_rewards_that_are_all_alike_stop_no_distillation():

@@ -343,7 +343,7 @@ def test_a_branch_has_losses_on_held_out_pairs_from_its_parent_only_where_its_pa
     lines.append({"kind": "eval", "epoch": 2, "written_at": ""})
     (parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     place = resume.Place(branch, None, parent, inputs, changed={}, kept={})
-    resume._copy_metrics(place, since=3)
+    resume._copy_metrics(place, parent, since=3)
     assert [line["kind"] for line in lines_of(branch)] == kinds
 
 

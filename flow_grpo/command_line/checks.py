@@ -39,7 +39,8 @@ class Script:
 
     algorithm: str  # config.algorithm of the configs that are for it
     check: Callable[[Sample], None]  # of config.sample
-    plan: Callable[[Config, int], BatchPlan] = plan_batches  # how an epoch divides over a number of GPUs
+    # How an epoch divides over a number of GPUs; None of a script that does not train. Raises UserError.
+    plan: Callable[[Config, int], BatchPlan | None] = plan_batches
     reads_dataset: Callable[[Config], bool] = lambda config: True
 
 

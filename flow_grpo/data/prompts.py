@@ -38,7 +38,13 @@ class Batch:
     prompts: list[Prompt]  # B
     groups: list[int]  # B, number of the prompt within the epoch
     image_numbers: Sequence[int]  # B, global within the epoch
-    block: int | None = None  # smallest run of batches that holds whole groups; its images share an SDE window
+
+
+@dataclass(frozen=True)
+class PlannedBatch(Batch):
+    """Images that are sampled together, as the epoch's plan has them."""
+
+    block: int  # smallest run of batches that holds whole groups; its images share an SDE window
 
 
 class BatchRow(NamedTuple):
@@ -148,7 +154,7 @@ def epoch_prompts(num_prompts: int, per_epoch: int, seed: int, epoch: int) -> li
 
 def epoch_batches(
     prompts: list[Prompt], plan: BatchPlan, seed: int, epoch: int, rank: int, world_size: int
-) -> Iterator[Batch]:
+) -> Iterator[PlannedBatch]:
     """Yield this rank's batches; each prompt is repeated `plan.group_size` times.
 
     Neighbours in the order of all images share a batch, and batch n goes to rank n % world_size, so that a batch holds
@@ -160,7 +166,7 @@ def epoch_batches(
         groups = [image // plan.group_size for image in images]
         # Batches and groups begin together at every common multiple of their sizes: there a block begins.
         block = images.start // math.lcm(plan.batch_size, plan.group_size)
-        yield Batch([prompts[picks[group]] for group in groups], groups, images, block)
+        yield PlannedBatch([prompts[picks[group]] for group in groups], groups, images, block)
 
 
 def pick(rows: Iterable[BatchRow]) -> Batch:

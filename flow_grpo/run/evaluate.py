@@ -87,7 +87,7 @@ def _log_shown_images(run: Run, epoch: int, prompts: list[Prompt], scores: evalu
     indices = list(scores.images)
     shown_prompts = [prompts[i] for i in indices]
     images = beside_sources(torch.stack(list(scores.images.values())), shown_prompts)
-    shown_scores = scores.values["avg"][0, indices]
+    shown_scores = scores.values["avg"][0, indices].tolist()
     run.board.log_images(images, captions_of(shown_prompts), shown_scores, epoch=epoch, step=run.step)
 
 
@@ -129,6 +129,8 @@ def _metrics_of(run: Run, kind: str, means: dict[str, float]) -> dict[str, float
 
 def why_no_best(run: Run) -> str:
     """Say why a run has no best policy, as the beginning of a sentence."""
+    if run.best_evaluation:
+        return f"the folder {best.NAME}/ was removed"
     evaluated = any(line["kind"] == "eval" and line["epoch"] >= run.evaluations_since for line in run.board.history)
     if run.evaluations_since and not evaluated:
         return f"nothing was evaluated since the way of evaluating changed, after {run.evaluations_since} epochs"
@@ -141,10 +143,10 @@ def conclude(run: Run) -> None:
     The transformer carries the best weights from here on.
     """
     chosen = run.best_evaluation
-    if chosen is None:
+    folder = best.find_best(run.folder)
+    if chosen is None or folder is None:
         run.board.say(f"{run.folder}: {why_no_best(run)}, so there is no best policy")
         return
-    folder = best.find_best(run.folder)
     if chosen.split == run.test_prompts.name:
         best_means = chosen.figures
     elif chosen.epoch == run.epoch:

@@ -161,7 +161,8 @@ def _sources_of(prompt_files: Sequence[PromptFile]) -> dict[str, Path]:
     for file in prompt_files:
         for prompt in file.prompts:
             for source in prompt.sources:
-                sources[os.path.relpath(source, file.path.parent)] = source
+                if isinstance(source, Path):
+                    sources[os.path.relpath(source, file.path.parent)] = source
     return sources
 
 

@@ -44,11 +44,8 @@ def log_epoch(run: Run, epoch: int) -> None:
 
 def judge_health(run: Run, epoch: int) -> None:
     """Judge the epoch; if a sign of health exceeds its limit, do what health.action says."""
-    # Only the main rank has the history.
-    limits = run.config.health
     action = run.config.health.action
-    verdict = health.judge(comparable_epochs(run, epoch), limits) if distributed.is_main() else None
-    verdict = distributed.broadcast_object(verdict)
+    verdict = distributed.on_main(_verdict, run, epoch)
     done = "nothing, so soon after the last time"
     if verdict.act:
         done = ACTIONS[action](run)
@@ -64,6 +61,11 @@ def judge_health(run: Run, epoch: int) -> None:
     run.epoch_metrics |= {f"health/{name}": value for name, value in verdict.figures.items()}
     run.epoch_metrics |= {"health/limits_exceeded": len(verdict.alarms), "health/action_taken": verdict.act}
     run.epoch_metrics["health/learning_rate_factor"] = run.learning_rate_factor
+
+
+def _verdict(run: Run, epoch: int) -> health.Verdict:
+    """Judge the epochs so far; the main rank alone has their history."""
+    return health.judge(comparable_epochs(run, epoch), run.config.health)
 
 
 def comparable_epochs(run: Run, epoch: int) -> list[health.Epoch]:
@@ -147,8 +149,8 @@ def finish(run: Run) -> None:
         export(run, run.folder)
     if evaluates(run.config):
         evaluate.conclude(run)
-    if run.pool:
-        run.pool.close()
+    if run.loaded_pool:
+        run.loaded_pool.close()
     _say_end(run)
     distributed.close()
     folders.release(run.folder)

@@ -41,12 +41,18 @@ class Place(NamedTuple):
         )
 
 
-class Source(NamedTuple):
-    """Folder and checkpoint that config.resume_from names."""
+class Origin(NamedTuple):
+    """Checkpoint that a run goes on from."""
 
-    folder: Path  # the run's
-    path: Path | None = None  # a checkpoint, or a folder of them; None = a new run
+    path: Path  # a checkpoint, or a folder of them
     parent: Path | None = None  # folder of another run, whose checkpoint it is
+
+
+class Source(NamedTuple):
+    """Folder that a run writes into, and its origin, as config.resume_from names them."""
+
+    folder: Path
+    origin: Origin | None = None  # None = a new run
 
 
 # Settings that a branch cannot change.
@@ -74,49 +80,60 @@ def take_folder(config: Config, prompt_files: Sequence[PromptFile] = ()) -> Plac
     if config.resume_from == "latest":
         source = _latest_source(source.folder)
     with folders.released_on_error(source.folder):
-        return _take_source(config, source, prompt_files)
+        if source.origin is None:
+            return _begin(config, source.folder, prompt_files)
+        return _go_on(config, source.folder, source.origin, prompt_files)
 
 
-def _take_source(config: Config, source: Source, prompt_files: Sequence[PromptFile]) -> Place:
-    """Raise UserError unless the run can go on from its source; note in its folder what it reads."""
-    folder, path, parent = source
+def _begin(config: Config, folder: Path, prompt_files: Sequence[PromptFile]) -> Place:
+    """Begin a new run: note in its folder what it reads."""
+    checks.check_step_weight(config)
+    inputs = input_files.current_inputs(config, folder, prompt_files)
+    input_files.write_inputs(folder, inputs)
+    dashboard.say(f"the run begins in {folder}")
+    return Place(folder, None, None, inputs, changed={}, kept={})
+
+
+def _go_on(config: Config, folder: Path, origin: Origin, prompt_files: Sequence[PromptFile]) -> Place:
+    """Raise UserError unless the run can go on from its origin; note in its folder what it reads."""
+    path, parent = origin
     if parent:
         # At once, so that `latest` knows a branch that is killed while its files are compared.
         _write_parent(folder, parent, path)
-    checkpoint, lines = checkpoints.choose(path) if path else (None, [])
-    if path and not checkpoint:
+    checkpoint, lines = checkpoints.choose(path)
+    if checkpoint is None:
         raise UserError(f"config.resume_from: {path} is there no more: another run has removed it")
-    epoch = checkpoints.read_progress(checkpoint).epoch if checkpoint else 0
+    epoch = checkpoints.read_progress(checkpoint).epoch
     changed = _changed_settings(checkpoint, config)
     rescheduled = _rescheduled(checkpoint, config)
-    kept = _kept_settings(config, source, changed)
+    kept = _kept_settings(config, parent, changed)
     changed = {key: pair for key, pair in changed.items() if key not in kept}
     lines += [_kept_sentence(key, before, table.value_of(config, key)) for key, before in kept.items()]
     if parent:
         _check_inherited(checkpoint, changed)
         lines.append(_write_parent(folder, parent, checkpoint, epoch, changed | rescheduled))
-    elif checkpoint:
+    else:
         _check_links(folder)
         _check_writable(folder)
         _check_unchanged(checkpoint, changed)
         _check_newest(folder, path, checkpoint)
-    inputs, notices = _compared_inputs(config, source, prompt_files, epoch)
+    inputs, notices = _compared_inputs(config, folder, parent, prompt_files, epoch)
     if changed:
         # Health compares no rewards of other settings.
         inputs = inputs._replace(rewards_since=epoch)
     input_files.write_inputs(folder, inputs)
     if rescheduled:
         notices.append(f"{_arrows(rescheduled)} changes the learning rate, which falls over all epochs")
-    begins = f"goes on from {checkpoint.name}" if checkpoint and not parent else "begins"
+    begins = "begins" if parent else f"goes on from {checkpoint.name}"
     for line in [*lines, f"the run {begins} in {folder}", *notices]:
         dashboard.say(line)
     return Place(folder, checkpoint, parent, inputs, changed, kept)
 
 
-def _kept_settings(config: Config, source: Source, changed: dict[str, tuple]) -> dict[str, Any]:
+def _kept_settings(config: Config, parent: Path | None, changed: dict[str, tuple]) -> dict[str, Any]:
     """Settings that a resumed run keeps as its checkpoint has them. Raises UserError if the weight of branching steps
     is chosen neither by the config nor by a checkpoint of this run."""
-    kept = {} if source.parent else stored_config.kept(changed)
+    kept = {} if parent else stored_config.kept(changed)
     if "train.step_weight" not in kept:
         checks.check_step_weight(config)
     return kept
@@ -127,17 +144,15 @@ def _kept_sentence(key: str, before: Any, now: Any) -> str:
     return f"goes on with config.{key} {before!r}, with which the run began; a new run of this config has {now!r}"
 
 
-def _changed_settings(checkpoint: Path | None, config: Config) -> dict[str, tuple]:
+def _changed_settings(checkpoint: Path, config: Config) -> dict[str, tuple]:
     """Settings that may not change and are not those of a checkpoint, see `stored_config.changes`."""
-    if checkpoint is None:
-        return {}
     file = checkpoint / "config.json"
     return stored_config.changes(folders.read_json(file), config.to_dict(), file)
 
 
-def _rescheduled(checkpoint: Path | None, config: Config) -> dict[str, tuple]:
+def _rescheduled(checkpoint: Path, config: Config) -> dict[str, tuple]:
     """Return num_epochs before and now, by its key, if another number changes the learning rate of each epoch."""
-    if checkpoint is None or config.train.learning_rate_schedule == "constant":
+    if config.train.learning_rate_schedule == "constant":
         return {}
     before = folders.read_json(checkpoint / "config.json").get("num_epochs")
     if before == config.num_epochs:
@@ -146,14 +161,12 @@ def _rescheduled(checkpoint: Path | None, config: Config) -> dict[str, tuple]:
 
 
 def _compared_inputs(
-    config: Config, source: Source, prompt_files: Sequence[PromptFile], epoch: int
+    config: Config, folder: Path, parent: Path | None, prompt_files: Sequence[PromptFile], epoch: int
 ) -> tuple[Inputs, list[str]]:
-    """Return what the run reads, compared with what its source has read, and notices for the user."""
-    current = input_files.current_inputs(config, source.folder, prompt_files)
-    stored = input_files.stored_inputs(source.parent or source.folder) if source.path else None
-    return input_files.compare_inputs(
-        stored, current, epoch, config.accept_changes, is_branch=source.parent is not None
-    )
+    """Return what the run reads, compared with what it or its parent has read, and notices for the user."""
+    current = input_files.current_inputs(config, folder, prompt_files)
+    stored = input_files.stored_inputs(parent or folder)
+    return input_files.compare_inputs(stored, current, epoch, config.accept_changes, is_branch=parent is not None)
 
 
 def _find_source(first: Path, resume_from: str) -> Source:
@@ -173,10 +186,10 @@ def _find_source(first: Path, resume_from: str) -> Source:
         raise UserError(f"config.resume_from: no checkpoint at {path}: expected {expected}")
     for folder in folders.numbered_folders(first):
         if _run_name(folder) == first.name and _holds(folder, path):
-            return Source(folder, path)
+            return Source(folder, Origin(path))
     for folder in path.parents[:3]:
         if _run_name(folder) and _holds(folder, path):
-            return Source(folders.make_new_folder(first), path, folder)
+            return Source(folders.make_new_folder(first), Origin(path, folder))
     raise UserError(f"config.resume_from: {path} is in no folder that a run has written")
 
 
@@ -203,14 +216,14 @@ def _latest_source(folder: Path) -> Source:
     if os.path.lexists(path) and not path.is_dir():
         raise UserError(f"config.resume_from: {path} is no folder; put the run's checkpoints there")
     if checkpoints.find_newest(path):
-        return Source(folder, path)
+        return Source(folder, Origin(path))
     parent = provenance.parent(folder)
     if parent is None:
         return Source(folder)
     checkpoint = Path(parent.checkpoint)
     if checkpoints.find_newest(checkpoint) is None:
         raise UserError(f"{folder} is a branch that never began, and its checkpoint {checkpoint} is there no more")
-    return Source(folder, checkpoint, Path(parent.folder))
+    return Source(folder, Origin(checkpoint, Path(parent.folder)))
 
 
 def _holds(folder: Path, path: Path) -> bool:
@@ -295,10 +308,10 @@ def _write_parent(folder: Path, parent: Path, checkpoint: Path, epoch: int = 0, 
     return sentence
 
 
-def resume(run: Run, place: Place) -> None:
+def resume(run: Run, place: Place, checkpoint: Path) -> None:
     """Go on from a checkpoint as an unbroken run would. Random draws are named by their epoch, so weights and counters
     are all that has to be restored."""
-    progress = load_state(run, place.checkpoint, exact=place.parent is None)
+    progress = load_state(run, checkpoint, exact=place.parent is None)
     run.epoch = run.saved_epoch = progress.epoch
     run.step = run.first_step = progress.step
     if "train.learning_rate" not in place.changed:
@@ -309,24 +322,24 @@ def resume(run: Run, place: Place) -> None:
         wanted = best_candidate(run, run.epoch, {})
         before = None
         if progress.evaluation:
-            before = best.from_settings(progress.evaluation, place.checkpoint / "progress.json")
-        restored = best.restore_best(run.folder, place.checkpoint, wanted, before)
+            before = best.from_settings(progress.evaluation, checkpoint / "progress.json")
+        restored = best.restore_best(run.folder, checkpoint, wanted, before)
         run.best_evaluation, run.evaluations_since, notice = restored
         run.board.say(notice)
     if place.parent:
-        distributed.on_main(_copy_metrics, place, run.evaluations_since)
+        distributed.on_main(_copy_metrics, place, place.parent, run.evaluations_since)
 
         # From now on the branch resumes without its parent.
         save(run)
 
 
-def _copy_metrics(place: Place, since: int) -> None:
+def _copy_metrics(place: Place, parent: Path, since: int) -> None:
     """Copy the metrics of a branch's parent, but for those that the branch's cannot be compared with: evaluations
     before epoch `since`, and losses on other pairs."""
-    parent = input_files.stored_inputs(place.parent)
-    same_pairs = parent is None or parent.preferences_path == place.inputs.preferences_path
+    inputs = input_files.stored_inputs(parent)
+    same_pairs = inputs is None or inputs.preferences_path == place.inputs.preferences_path
     text = ""
-    for line in read_metrics(place.parent):
+    for line in read_metrics(parent):
         if line["kind"] == "validation":
             is_comparable = same_pairs
         else:

@@ -44,7 +44,7 @@ class Rewards(NamedTuple):
     scores: dict[str, Tensor]  # name -> [all] float32, "avg" among them; NaN where one was masked
     groups: Tensor  # [all] int64, which of them compete
     shape: torch.Size  # [B, ...] of this rank's
-    diversity: Tensor | None = None  # [all] float32, each image's part of health/diversity
+    diversity: Tensor | None = None  # [all] float32, each image's part of health/diversity; of `wait`
 
     def local(self, values: Tensor, device: torch.device) -> Tensor:
         """Return this rank's part of values [all]: [B] of its images, or [B, K, J] of their outcomes."""
@@ -260,6 +260,7 @@ def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:
     scores = {name: rewards.scores[name][scored] for name in weights}
     groups = rewards.groups[scored]
     if config.train.diversity_weight:
+        assert rewards.diversity is not None, "`wait` measures it, `gather` does not"
         weights["diversity"] = config.train.diversity_weight
         scores["diversity"] = rewards.diversity[scored]
 

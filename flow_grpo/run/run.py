@@ -47,7 +47,7 @@ class Run:
     train_prompts: list[Prompt]
     choosing_prompts: prompts.Split  # evaluated to choose the best policy
     test_prompts: prompts.Split  # choose nothing, but where the data set has no validation prompts
-    pool: Pool | None  # of the rewards; None where no image is ever made
+    loaded_pool: Pool | None  # of the rewards; None where no image is ever made
     optimizer: torch.optim.AdamW
     ema: Ema
     reference: policies.Reference | None  # None where train.beta is 0, unless the script asks for it
@@ -79,6 +79,13 @@ class Run:
     def pipeline(self) -> DiffusionPipeline:
         """Diffusers pipeline of the model."""
         return self.model.pipeline
+
+    @property
+    def pool(self) -> Pool:
+        """Rewards of the run. Raises RuntimeError where none was loaded, as the run makes no image."""
+        if self.loaded_pool is None:
+            raise RuntimeError("this run makes no image, so it has loaded no reward that could score one")
+        return self.loaded_pool
 
     @property
     def size(self) -> Size:

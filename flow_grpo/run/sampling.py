@@ -1,9 +1,10 @@
 """Sampling of an epoch's images by continuous batching: every image or trunk is a request of its own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from flow_grpo.algorithms.rollout import StoredSteps, from_trace
 from flow_grpo.base import distributed, rng
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data import prompts
-from flow_grpo.data.prompts import Batch, BatchRow
+from flow_grpo.data.prompts import Batch, BatchRow, PlannedBatch
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, denoise
 from flow_grpo.diffusers_patch.request import Request
@@ -22,7 +23,17 @@ from flow_grpo.run.run import Run
 from flow_grpo.weights import fsdp_utils, policies
 
 # A window, or the steps at which branches leave; range(0) = no noise.
-NoisySteps = Callable[[Batch], range]
+NoisySteps = Callable[[PlannedBatch], range]
+
+
+class ForwardInputs(NamedTuple):
+    """Inputs of a forward of B rows."""
+
+    x: Tensor
+    t: Tensor
+    condition: Condition
+    guidance_scale: float
+    size: Size
 
 
 class EqualForwards:
@@ -33,22 +44,23 @@ class EqualForwards:
 
     def __init__(self, run: Run):
         self.run = run
-        self.last_inputs = None
+        self.last_inputs: ForwardInputs | None = None
 
     def __call__(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         distributed.any_rank(True)
-        self.last_inputs = (x, t, condition, guidance_scale, size)
+        self.last_inputs = ForwardInputs(x, t, condition, guidance_scale, size)
         return self.run.velocity(*self.last_inputs)
 
     @torch.no_grad()
     def wait(self) -> None:
         """Repeat the last forward until all ranks have finished; run.num_forwards does not count these."""
+        assert self.last_inputs is not None, "every rank has images to sample"
         while distributed.any_rank(False):
             policies.predict(self.run.model, self.run.config.precision, *self.last_inputs)
 
 
-def batches(run: Run, epoch: int, scouts_per_image: int = 0) -> Iterator[Batch]:
-    """Yield this rank's batches of an epoch, under a progress bar.
+def batches(run: Run, epoch: int, scouts_per_image: int = 0) -> Iterable[PlannedBatch]:
+    """Return this rank's batches of an epoch, under a progress bar.
 
     Args:
         scouts_per_image: above 0: batches of the same groups, with this many scouts in place of each image.
@@ -97,8 +109,8 @@ def _sample_requests(
     """Yield the images of requests with the batch that they make, as soon as they are decoded."""
     config = run.config
     updates_before = run.step
-    is_sharded = fsdp_utils.is_sharded(run.model.network)
-    velocity = EqualForwards(run) if is_sharded else run.velocity
+    equal_forwards = EqualForwards(run) if fsdp_utils.is_sharded(run.model.network) else None
+    velocity = equal_forwards or run.velocity
 
     # Forwards and decodes that are not full are filled with copies, so none is larger than the epoch. That is the epoch
     # of all ranks: a forward has one shape on any number of GPUs.
@@ -108,11 +120,12 @@ def _sample_requests(
     decoded = post_decode(run.model, finished, vae_batch_size=min(config.vae_batch_size, num_images))
     while True:
         with run.board.timed("rollout"):
-            decoded_requests, samples = next(decoded, (None, None))
-            if decoded_requests is None and is_sharded:
-                velocity.wait()
-        if decoded_requests is None:
+            images = next(decoded, None)
+            if images is None and equal_forwards:
+                equal_forwards.wait()
+        if images is None:
             break
+        decoded_requests, samples = images
         yield prompts.pick(request.name for request in decoded_requests), samples
 
         # The rest of the epoch would be sampled by another policy.

@@ -163,15 +163,18 @@ def keep_best(run: Run, epoch: int, figures: dict[str, float]) -> None:
 
 def load_best_state(run: Run) -> str:
     """Go back to the best evaluation's training state, but for the counters. Returns why it was not done, or ""."""
-    folder = best.find_best(run.folder) / best.STATE
+    best_folder = best.find_best(run.folder)
+    if best_folder is None:
+        return f"the folder {run.folder / best.NAME} was removed"
+    folder = best_folder / best.STATE
     try:
         checkpoint, _ = distributed.on_main(checkpoints.choose, folder)
     except UserError as error:
         return str(error)
     if checkpoint is None:
         return f"{folder} is not there, as health.action was another one at that evaluation"
-    has_moved = run.reference is not None and run.reference.num_moves > 0
-    if has_moved and not checkpoints.stored_names(checkpoint, "reference/") and not run.reference.reset():
+    moved = run.reference if run.reference and run.reference.num_moves else None
+    if moved and not checkpoints.stored_names(checkpoint, "reference/") and not moved.reset():
         return f"{checkpoint} holds no reference, and the first one was no fresh adapter"
     offload.reload_optimizer_state(run.optimizer)
 
@@ -193,7 +196,7 @@ def load_state(run: Run, checkpoint: Path, exact: bool = True) -> checkpoints.Pr
     for policy, ema in run.extra_policies.items():
         if not any(name.startswith(f"{policy}/") for name in stored):
             ema.move(1.0)
-    if any(name.startswith("reference/") for name in stored):
+    if run.reference and any(name.startswith("reference/") for name in stored):
         run.reference.num_moves = progress.reference_moves
     return progress
 

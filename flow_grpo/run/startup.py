@@ -81,7 +81,7 @@ def start(
         _end_dry_run(settings, script, family, texts, extra_policies)
     ranks = distributed.init_distributed()
     _check_device(settings, ranks.device)
-    plan = script.plan(settings, ranks.world_size)
+    plan = _plan(settings, script, ranks.world_size)
     # Text encoders and VAE are loaded only if images are made.
     model_files.check_weights(settings.model, family, frozen_parts=texts.any is not None)
     place = distributed.on_main(resume.take_folder, settings, texts.files).absolute()
@@ -89,7 +89,7 @@ def start(
     with folders.released_on_error(place.folder):
         run = _load(settings, family, ranks, place, plan, texts, extra_policies, reference)
     if place.checkpoint:
-        resume.resume(run, place)
+        resume.resume(run, place, place.checkpoint)
     run.board.truncate(run.epoch, evaluate.remaining_kinds(run))
     _say_cautions(run, texts)
     with explained(run.folder):
@@ -113,6 +113,13 @@ def _check_device(config: Config, device: torch.device) -> None:
     flash_attention.check_device(config.attention, device)
 
 
+def _plan(config: Config, script: checks.Script, world_size: int) -> batch_plan.BatchPlan:
+    """Divide an epoch over a number of GPUs. Raises UserError if it does not divide."""
+    plan = script.plan(config, world_size)
+    assert plan is not None, "a script that trains has a plan"
+    return plan
+
+
 def _end_dry_run(
     config: Config,
     script: checks.Script,
@@ -121,7 +128,7 @@ def _end_dry_run(
     extra_policies: tuple[str, ...],
 ) -> NoReturn:
     """Say what the run would be, and end the process."""
-    plan = script.plan(config, config.dry_run)
+    plan = _plan(config, script, config.dry_run)
     model_files.check_weights(config.model, family, frozen_parts=texts.any is not None)
     if int(os.environ.get("RANK", "0")) == 0:
         guided = _is_guided(config, family)
@@ -160,7 +167,7 @@ def _load(
         train_prompts=texts.train,
         choosing_prompts=texts.choosing,
         test_prompts=texts.test,
-        pool=pool,
+        loaded_pool=pool,
         optimizer=_optimizer(config, trained),
         ema=Ema(trained, train.ema_decay, train.ema_interval),
         reference=_reference(config, model.transformer) if train.beta > 0 or reference else None,

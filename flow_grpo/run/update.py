@@ -208,7 +208,7 @@ def _place_of_largest(run: Run, log_ratios: Tensor) -> tuple[int, int]:
     row_ids = torch.cat([part.row_ids for part in run.first_ratios])
     timesteps = torch.cat([part.timesteps for part in run.first_ratios])
     size, outcome = log_ratios.abs().max(0)
-    row = outcome.item() // run.plan.num_branches
+    row = int(outcome) // run.plan.num_branches
     step = (timesteps[row] - run.scheduler.timesteps).abs().argmin().item()
     _, image, step = max(distributed.gather_objects([(size.item(), row_ids[row, 0].item(), step)]))
     return image, step

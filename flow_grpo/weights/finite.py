@@ -1,6 +1,7 @@
 """Checks that tensors hold finite numbers alone, before they are saved, exported or scored."""
 
 import math
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
@@ -8,7 +9,7 @@ from flow_grpo.base import distributed
 from flow_grpo.weights import fsdp_utils
 
 
-def problem_of_tensors(tensors: dict[str, Tensor]) -> str:
+def problem_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return which of this rank's parts of tensors are not finite, in words, "" for none; one wait for the device."""
     parts = {}
     for name, tensor in tensors.items():
@@ -26,7 +27,7 @@ def problem_of_tensors(tensors: dict[str, Tensor]) -> str:
     return f"{len(bad)} of {len(parts)} tensors hold NaN or infinities, {bad[0]} the first"
 
 
-def check_tensors(tensors: dict[str, Tensor], what: str) -> None:
+def check_tensors(tensors: Mapping[str, Tensor], what: str) -> None:
     """Raises FloatingPointError, on every rank, unless all tensors are finite; all ranks must call."""
     for problem in distributed.gather_objects([problem_of_tensors(tensors)]):
         if problem:
