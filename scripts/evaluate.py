@@ -144,6 +144,7 @@ def check_words(args: argparse.Namespace) -> None:
         rewards.check_rewards({name: weight or 0.0 for name, weight in args.rewards})
 
 
+args = None
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
     args = command_line.arguments(parser(), check_words)
 
@@ -569,6 +570,6 @@ def main(args: argparse.Namespace) -> None:
     distributed.close()
 
 
-if __name__ == "__main__":
+if args is not None:
     with command_line.sentences("it has written no table"):
         main(args)

@@ -19,7 +19,7 @@ Flags of this script:
 import argparse
 import sys
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ml_collections import ConfigDict
 
@@ -85,6 +85,8 @@ def preparing(options: Options) -> checks.Script:
     )
 
 
+options = DEFAULTS
+config = None
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
     options, words = flags(sys.argv[1:])
     config = command_line.parse("config/dpo.py:shapes_qwenimage_dpo", preparing(options), words)
@@ -129,6 +131,13 @@ NO_SCORE = "the reward failed"  # for all of a prompt's images but one, or for a
 
 # Rows of a source: prompts, objects of pairs.jsonl, or the rows of Pick-a-Pic's files.
 Rows = list[Any] | PickAPic
+
+
+class Maker(Protocol):
+    """Makes pairs of a source's rows, which are prompts (`FromRollouts`) or images (`FromImages`)."""
+
+    def make(self, rows: list[Any], first: int) -> "Made": ...
+    def check_scores(self, scores: dict[str, Tensor]) -> None: ...
 
 
 class Made(NamedTuple):
@@ -292,8 +301,10 @@ class FromImages:
         """Pass: nothing is scored here."""
 
 
-def prompt_of(row: dict[str, Any]) -> Prompt:
-    """Return what the images of a row were made by."""
+def prompt_of(row: Prompt | dict[str, Any]) -> Prompt:
+    """Return what the images of a row were made by, or are to be made by."""
+    if isinstance(row, Prompt):
+        return row
     return Prompt(row["prompt"].strip(), {}, row.get("sources", ()))
 
 
@@ -321,7 +332,7 @@ def stored_rows(
     return rows
 
 
-def make_part(maker: FromRollouts | FromImages, rows: Rows, part: range, size: int, bar) -> Made:
+def make_part(maker: Maker, rows: Rows, part: range, size: int, bar) -> Made:
     """Make the pairs of a part of the source, in batches of `size` rows.
 
     Raises:
@@ -376,8 +387,7 @@ def held_out_below(options: Options, rows: Rows, num_used: int) -> float:
     """Return the hash below which prompts are held out; of several in a list at least the one of the lowest hash."""
     hashes = set()
     for row in rows[:num_used] if isinstance(rows, list) else ():
-        prompt = row if isinstance(row, Prompt) else prompt_of(row)
-        hashes.add(hash_of(prompt.text))
+        hashes.add(hash_of(prompt_of(row).text))
     # One prompt alone is trained on.
     if options.validation_share and len(hashes) > 1:
         return max(options.validation_share, min(hashes) + 2**-32)
@@ -517,13 +527,11 @@ def make_parts(
     if options.source:
         maker = FromImages(config, type(light), ranks.device)
         batch_size = config.vae_batch_size
-        (row,) = rows[0:1]
-        first = prompt_of(row)
     else:
         maker = FromRollouts(config, type(light), ranks.device)
         batch_size = config.sample.batch_size // config.sample.num_images_per_prompt
-        (first,) = rows[0:1]
-    shapes = light.row_shapes(training_size(config), config.text_tokens, first)
+    (first,) = rows[0:1]
+    shapes = light.row_shapes(training_size(config), config.text_tokens, prompt_of(first))
     held_out = held_out_below(options, rows, num_used)
     total = sum(map(len, parts.values()))
     bar = progress.counter("rows of the source", total, say if distributed.is_main() else None)
@@ -542,9 +550,9 @@ def main(config: ConfigDict, options: Options = DEFAULTS) -> None:
     quantisation.check_device(settings, ranks.device)
     model_files.check_weights(settings.model, type(light))
     digests = digests_of(rows, options.max_rows) if distributed.is_main() else {}
-    if not options.source:
+    if isinstance(rows, list) and not options.source:
         # Rewards of one's own may change the working directory.
-        rows = prompts.with_absolute_sources(list(rows))
+        rows = prompts.with_absolute_sources(rows)
     is_claimed = claim(settings, options, folder, digests) if distributed.is_main() else None
     if not distributed.broadcast_object(is_claimed):
         print(f"{folder} is complete")
@@ -556,5 +564,5 @@ def main(config: ConfigDict, options: Options = DEFAULTS) -> None:
     folders.release(folder)
 
 
-if __name__ == "__main__":
+if config is not None:
     command_line.run(partial(main, options=options), config, after_stop="the same command goes on with it")

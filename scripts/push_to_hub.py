@@ -38,6 +38,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 # Before torch is imported, so that --help and mistakes are answered at once.
+args = None
 if __name__ == "__main__":
     args = command_line.arguments(parser(), check_flags)
 
@@ -59,7 +60,10 @@ def chosen_folder(run_folder: Path, weights: str) -> Path:
     if not policies_to_compare.is_run(run_folder):
         raise UserError(f"{run_folder} is no run's folder: it has no config.json and metrics.jsonl")
     candidate = policies_to_compare.find_candidate(str(run_folder), Config(), weights)
-    return candidate.lora or candidate.transformer.parent
+    if candidate.lora:
+        return candidate.lora
+    assert candidate.transformer is not None, "a run has trained an adapter or a transformer"
+    return candidate.transformer.parent
 
 
 def check_weights(folder: Path) -> None:
@@ -119,6 +123,6 @@ def main(args: argparse.Namespace, hub: HfApi) -> None:
     print(f"uploaded to {address}")
 
 
-if __name__ == "__main__":
+if args is not None:
     with command_line.sentences():
         main(args, HfApi())

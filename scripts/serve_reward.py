@@ -43,6 +43,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 # Before torch is imported, so that --help and mistakes are answered at once.
+args = None
 if __name__ == "__main__":
     args = command_line.arguments(parser(), check_flags)
 
@@ -71,6 +72,6 @@ def main(args: argparse.Namespace) -> None:
         asyncio.run(listen(app, args.host, args.port, partial(announce, args.name)))
 
 
-if __name__ == "__main__":
+if args is not None:
     with command_line.sentences():
         main(args)

@@ -10,6 +10,7 @@ is shorter.
 
 from flow_grpo.command_line import checks, command_line
 
+config = None
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/grpo.py:shapes_qwenimage", checks.GRPO)
 
@@ -19,7 +20,7 @@ from ml_collections import ConfigDict
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.rollout import StepRows, StoredSteps, concat
 from flow_grpo.base import rng
-from flow_grpo.data.prompts import Batch
+from flow_grpo.data.prompts import PlannedBatch
 from flow_grpo.run import rewards
 from flow_grpo.run.evaluate import evaluate
 from flow_grpo.run.loop import finish, is_due, log_epoch
@@ -46,7 +47,7 @@ def rollout(run: Run, epoch: int) -> tuple[StoredSteps, list[rewards.Submitted]]
     """Sample with SDE steps inside the window and ODE steps outside it. Returns the noisy steps, and the images that
     are being scored."""
 
-    def window_of(batch: Batch) -> range:
+    def window_of(batch: PlannedBatch) -> range:
         return window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
 
     # With sample.scouts_per_image, cheap images choose the noises that the epoch's images start from.
@@ -62,7 +63,7 @@ def rollout(run: Run, epoch: int) -> tuple[StoredSteps, list[rewards.Submitted]]
 
 
 def window_at(sample: Sample, seed: int, epoch: int, block: int, updates: int) -> range:
-    """Noisy steps of the images of a block (see prompts.Batch).
+    """Noisy steps of the images of a block (see prompts.PlannedBatch).
 
     Args:
         updates: optimizer steps before the epoch.
@@ -145,5 +146,5 @@ def main(
     finish(run)
 
 
-if __name__ == "__main__":
+if config is not None:
     command_line.run(main, config)

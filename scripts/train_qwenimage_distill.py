@@ -10,6 +10,7 @@ measured and not trained on. Teachers are adapters of the student's rank, such a
 
 from flow_grpo.command_line import checks, command_line
 
+config = None
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/grpo.py:shapes_qwenimage,distill", checks.DISTILL)
 
@@ -114,5 +115,5 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients) -> No
     finish(run)
 
 
-if __name__ == "__main__":
+if config is not None:
     command_line.run(main, config)

@@ -10,6 +10,7 @@ trains the shipped tiny model online.
 
 from flow_grpo.command_line import checks, command_line
 
+config = None
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/dpo.py:shapes_qwenimage_dpo,online", checks.DPO)
 
@@ -144,7 +145,9 @@ def velocity_errors(run: Run, pairs: preferences.Pairs, levels: Tensor, generato
     condition = pairs.condition.concat([pairs.condition, pairs.condition])
     scale = run.model.unguided(run.config.sample.guidance_scale)
 
-    # The reference comes first: it swaps weights in place, which the policy's graph would not survive.
+    # The reference, which `begin` asks for, comes first: it swaps weights in place, which the policy's graph would not
+    # survive.
+    assert run.reference is not None
     with torch.no_grad(), run.reference.applied():
         reference_velocity = run.velocity(x_t, timesteps, condition, scale)
     velocity = run.velocity(x_t, timesteps, condition, scale)
@@ -240,5 +243,5 @@ def main(config: ConfigDict, add_gradients=add_gradients) -> None:
     finish(run)
 
 
-if __name__ == "__main__":
+if config is not None:
     command_line.run(main, config)

@@ -9,6 +9,7 @@ no log-probs, so any solver may sample. Without arguments it trains the shipped 
 
 from flow_grpo.command_line import checks, command_line
 
+config = None
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/nft.py:shapes_qwenimage_nft", checks.NFT)
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from flow_grpo.algorithms import losses, ratio_statistics, schedules
 from flow_grpo.algorithms.flow_matching import noised, stratified_timesteps
 from flow_grpo.algorithms.rollout import FinishedImages, ImageRows, concat
-from flow_grpo.algorithms.surrogates import ForwardStep, Surrogate
+from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.base import rng
 from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples
@@ -142,7 +143,7 @@ def add_gradients(run: Run, rows: ImageRows) -> None:
     if reference is not None:
         loss = loss + train.beta * reference_distance(run, velocity, reference)
     if surrogate.log_ratio is not None:
-        record_forward_ratios(run, surrogate)
+        record_forward_ratios(run, surrogate.log_ratio.detach(), surrogate.beyond)
     backward(run, loss, rows)
 
 
@@ -155,19 +156,18 @@ def reference_distance(run: Run, velocity: Tensor, reference: Tensor) -> Tensor:
     return distance
 
 
-def record_forward_ratios(run: Run, surrogate: Surrogate) -> None:
-    """Log the statistics of a minibatch's ratios."""
+def record_forward_ratios(run: Run, log_ratio: Tensor, beyond: Tensor | None) -> None:
+    """Log the statistics of a minibatch's ratios, as `record_ratios` does."""
     # Before the epoch's first update the ratio must be 1 only if the old policy is a copy of the trained one.
     train = run.config.train
     old_is_a_copy = schedules.old_policy_decay(run.step, train.old_decay_schedule) == 0
-    log_ratio = surrogate.log_ratio.detach()
     ratio_statistics.add_to_meter(
         run.meter,
         log_ratio,
         gap=log_ratio,
         clip_range=train.clip_range,
         on_policy=run.on_policy and old_is_a_copy,
-        beyond=surrogate.beyond,
+        beyond=beyond,
     )
 
 
@@ -205,5 +205,5 @@ def main(
     finish(run)
 
 
-if __name__ == "__main__":
+if config is not None:
     command_line.run(main, config)

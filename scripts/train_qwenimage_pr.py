@@ -10,8 +10,11 @@ whose rows have several outcomes here. Without arguments it trains the shipped t
 
 from flow_grpo.command_line import checks, command_line
 
+config = None
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/grpo.py:shapes_qwenimage_pr", checks.PR)
+
+from collections.abc import Sequence
 
 import torch
 import train_qwenimage
@@ -44,7 +47,7 @@ def rollout(run: Run, epoch: int) -> tuple[StoredSteps, list[rewards.Submitted]]
     return concat(stored), submitted
 
 
-def groups_of(trunk_numbers: list[int], plan: BatchPlan, baseline: str) -> Tensor:
+def groups_of(trunk_numbers: Sequence[int], plan: BatchPlan, baseline: str) -> Tensor:
     """Return the group of each branch, [B, K, J] int64: branches compete that leave one trunk at one step or, with
     sample.baseline "prompt", all trunks of a prompt at one step."""
     # Numbers within the whole epoch, so that groups have the same ids on any number of ranks.
@@ -61,5 +64,5 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advan
     train_qwenimage.main(config, rollout, add_gradients, advantages, script=checks.PR)
 
 
-if __name__ == "__main__":
+if config is not None:
     command_line.run(main, config)

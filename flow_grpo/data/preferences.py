@@ -6,7 +6,7 @@ columns.
 """
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,7 +94,7 @@ def minibatches(pairs: Pairs, updates: int, size: int, inner_epochs: int) -> Ite
 def best_and_worst(
     latents: Tensor,
     condition: Condition,
-    images: range,
+    images: Sequence[int],
     rewards: dict[str, Tensor],
     weights: dict[str, float],
     group: int,
