@@ -57,7 +57,7 @@ def check(words, own_configs):
 
 def check_python(words, own_configs):
     """Look up the words that stand behind `python` or `torchrun`."""
-    words = by_path(words)
+    words = [word.removeprefix("$ROOT/") for word in by_path(words)]
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]), words
         return

@@ -66,9 +66,9 @@ AT_THEIR_DEFAULT = {
     | {"preferences.path", "sample.scouts_per_image", "train.beta", "train.guidance_scale", "sample.baseline"}
     | {setting.key for setting in table.SETTINGS if setting.read_in == "advantages"},  # for the weights alone
 }
-# Read by name, from the config as it is stored, by nothing (the user's own), after more epochs than these, or by a run
-# that goes on.
-NOT_SEEN = {"method", "custom", "health.reward_drop", "accept_changes"}
+# Read by name, from the config as it is stored, by nothing (the user's own), after more epochs than these, by a run
+# that goes on, or after a signal.
+NOT_SEEN = {"method", "custom", "health.reward_drop", "accept_changes", "signal_grace_s"}
 UNCONDITIONALLY = {"attention", "sample.flash_solver", "train.guidance_scale"}  # their defaults say that they are off
 OF_STATISTICS = {"dppo": {"train.clip_range"}, "elbo": {"train.clip_range"}}  # where the loss itself reads none
 # What functions that one's own rollout or update calls too read: run.sampling and run.update. The window's range is

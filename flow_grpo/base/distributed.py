@@ -21,6 +21,9 @@ Value = TypeVar("Value")
 # Errors of one rank that all ranks raise as such, the first that fits; others travel as a RuntimeError.
 _SHARED_ERRORS = {"UserError": UserError, "WriteFailed": WriteFailed, "OSError": OSError}
 
+# Whether this process has left the other ranks for good.
+_is_withdrawn = False
+
 
 class Ranks(NamedTuple):
     """Place of this process among the ranks."""
@@ -57,19 +60,30 @@ def end_with_torchrun() -> None:
 def close() -> None:
     """Leave, all ranks together."""
     # Under gloo a rank that leaves early aborts the others.
-    if dist.is_initialized():
+    if is_joined():
         barrier()
         dist.destroy_process_group()
 
 
+def is_joined() -> bool:
+    """Return whether this process exchanges values with other ranks."""
+    return dist.is_initialized() and not _is_withdrawn
+
+
+def withdraw() -> None:
+    """Act as the only rank from here on, without a word to the others: they may wait elsewhere, or have ended."""
+    global _is_withdrawn
+    _is_withdrawn = True
+
+
 def world_size() -> int:
     """Return the number of ranks."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if is_joined() else 1
 
 
 def rank() -> int:
     """Return this rank's number."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if is_joined() else 0
 
 
 def is_main() -> bool:
@@ -79,7 +93,7 @@ def is_main() -> bool:
 
 def barrier() -> None:
     """Wait for all ranks."""
-    if dist.is_initialized():
+    if is_joined():
         dist.barrier()
 
 
@@ -132,7 +146,7 @@ def _described(error: Exception) -> tuple[str, str]:
 
 def gather(tensor: Tensor) -> Tensor:
     """Return [world * b, ...], in rank order and on every rank, of [b, ...] on every rank."""
-    if not dist.is_initialized():
+    if not is_joined():
         return tensor
     tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
     dist.all_gather(tensors, tensor.contiguous())
@@ -141,14 +155,14 @@ def gather(tensor: Tensor) -> Tensor:
 
 def local_rows(tensor: Tensor) -> Tensor:
     """Return this rank's rows: the inverse of `gather`."""
-    if not dist.is_initialized():
+    if not is_joined():
         return tensor
     return tensor.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def average(tensor: Tensor) -> Tensor:
     """Replace a tensor by its mean over the ranks, by one all-reduce, and return it."""
-    if dist.is_initialized():
+    if is_joined():
         dist.all_reduce(tensor)
         tensor /= dist.get_world_size()
     return tensor
@@ -169,7 +183,7 @@ def any_rank(flag: bool) -> bool:
 
 def gather_objects(values: list[Value]) -> list[Value]:
     """Return the lists of all ranks joined in rank order, on every rank. Lengths may differ."""
-    if not dist.is_initialized():
+    if not is_joined():
         return values
     lists: list[list[Value]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(lists, values)

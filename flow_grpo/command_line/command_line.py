@@ -14,7 +14,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.base import alerts, folders, locations
+from flow_grpo.base import alerts, folders, locations, signals
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.command_line import checks, help_text, launcher, terminal
@@ -118,7 +118,7 @@ def run(main: Callable[[ConfigDict], None], config: ConfigDict, after_stop: str 
     """Call a script's main; errors that are no bug are sentences. `after_stop` as of these."""
     try:
         with sentences(after_stop):
-            main(config)
+            _run_until_signal(main, config)
     except KeyboardInterrupt:  # it came while `sentences` dealt with another error, such as another rank's end
         raise _stopped(after_stop) from None
     except BaseException as error:
@@ -127,10 +127,33 @@ def run(main: Callable[[ConfigDict], None], config: ConfigDict, after_stop: str 
         raise
 
 
+def _run_until_signal(main: Callable[[ConfigDict], None], config: ConfigDict) -> None:
+    """Call a script's main. If a signal ends it, save what there is, and raise SystemExit."""
+    with signals.of_a_command():
+        try:
+            main(config)
+        except (signals.Interrupted, RuntimeError) as error:
+            # Another rank may have stopped first, while this one waited for it.
+            stopped = signals.received.number is not None and _is_of_another_rank(error)
+            if not stopped and not isinstance(error, signals.Interrupted):
+                raise
+            raise _ended_by_signal(config) from None
+
+
+def _ended_by_signal(config: ConfigDict) -> SystemExit:
+    """Conclude the run and say how it goes on; an alert says so, too, unless the user has pressed Ctrl-C."""
+    text = signals.received.conclude()
+    if os.environ.get("RANK", "0") == "0":
+        _say(text)
+    if signals.received.status == signals.STATUS:
+        alerts.send(config.alert, f"{config.name} was {text}")
+    return SystemExit(signals.received.status)
+
+
 def _tell(config: ConfigDict, error: BaseException) -> str:
     """Send an alert where a run did not come to its end, unless its user has stopped it."""
     if isinstance(error, SystemExit):
-        if error.code in (0, None, 128 + signal.SIGINT):
+        if error.code in (0, None, 128 + signal.SIGINT, signals.STATUS):
             return ""
         error = error.__cause__ or error
     return alerts.send(config.alert, f"{config.name} has failed: {type(error).__name__}: {error}")

@@ -1,9 +1,12 @@
-"""Ends of an epoch and of a run, which every script's loop calls: log, judge the run's health, conclude."""
+"""Ends of an epoch and of a run, which every script's loop calls: log, judge the run's health, conclude. A signal may
+ask for the end."""
 
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from flow_grpo.base import alerts, distributed, folders
+from flow_grpo.base import alerts, distributed, folders, signals
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.command_line.checks import evaluates
 from flow_grpo.monitoring import health, model_card, provenance
@@ -24,7 +27,8 @@ def is_due(interval: int, epoch: int) -> bool:
 
 def log_epoch(run: Run, epoch: int) -> None:
     """Count the epoch as completed, write its line of metrics.jsonl, and decide by config.health.action and
-    config.max_hours whether the run goes on: `run.stopped`."""
+    config.max_hours whether the run goes on: `run.stopped`. Raises Interrupted, after it has saved the run, if a signal
+    has asked for its end."""
     run.epoch = epoch + 1
     run.first_step = run.step
     run.epoch_metrics["forwards"] = sum(distributed.gather_objects([run.num_forwards]))
@@ -32,14 +36,20 @@ def log_epoch(run: Run, epoch: int) -> None:
     run.epoch_metrics["memory/peak_gib"] = distributed.peak_memory_gib(run.device)
     judge_health(run, epoch)
 
-    # The main rank's clock decides, so that all ranks end after the same epoch.
+    # The main rank's clock decides, so that all ranks end after the same epoch; a signal may have come to any rank.
     seconds_left = distributed.broadcast_object(run.seconds_left)
+    signal_name = max(distributed.gather_objects([signals.received.name]))
     sentences = [alarm.sentence for alarm in run.alarms]
     run.board.log("epoch", run.epoch_metrics, epoch=epoch, step=run.step, seconds_left=seconds_left, alarms=sentences)
     run.epoch_metrics = {}
     run.num_forwards = 0
     run.on_policy = True
     run.stopped = run.stopped or seconds_left <= 0
+    now = time.monotonic()
+    run.last_epoch_s = now - run.epoch_began_s
+    run.epoch_began_s = now
+    if signal_name:
+        save_and_stop(run)
 
 
 def judge_health(run: Run, epoch: int) -> None:
@@ -166,3 +176,41 @@ def _say_end(run: Run) -> None:
     run.board.say(f"{run.folder} holds {', '.join(names)}")
     if run.config.logger != "none":
         run.board.say(f"python -m flow_grpo.monitoring.report {run.folder} writes a page of it")
+
+
+def listen_to_signals(run: Run) -> None:
+    """Take the process's signals from here on."""
+    signals.listen(partial(lacks_time, run), partial(conclude_after_signal, run))
+
+
+def lacks_time(run: Run) -> bool:
+    """Return whether the epoch will probably not end within config.signal_grace_s of the signal, by the length of the
+    last one."""
+    now = time.monotonic()
+    ends_s = max(run.epoch_began_s + run.last_epoch_s, now)
+    return ends_s > signals.received.at_s + run.config.signal_grace_s
+
+
+def save_and_stop(run: Run) -> None:
+    """Save the run, which has just completed an epoch, on all ranks, and raise Interrupted."""
+    if run.epoch > run.saved_epoch:
+        save(run)
+    raise signals.Interrupted
+
+
+def conclude_after_signal(run: Run) -> str:
+    """Save the epochs that are completed, if the weights are still theirs. Returns what to tell the user.
+
+    Ranks may have stopped in different places, so that nothing is exchanged here: the main rank saves alone. Sharded
+    weights are not all on it, and stay as the last checkpoint has them.
+    """
+    name = signals.received.name or "another rank's signal"
+    has_moved = run.step != run.first_step
+    is_sharded = fsdp_utils.is_sharded(run.model.network)
+    if distributed.is_main():
+        distributed.withdraw()
+        if run.epoch > run.saved_epoch and not has_moved and not is_sharded:
+            save(run)
+    number = run.epoch + 1
+    dropped = f"; epoch {number} is dropped, for there was no time to end it" if has_moved else ""
+    return f"stopped by {name} after {run.epoch} epochs{dropped}; {folders.resume_hint(run.folder)}"

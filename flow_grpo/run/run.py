@@ -16,6 +16,7 @@ from torch import Tensor
 from flow_grpo.algorithms import batch_plan
 from flow_grpo.algorithms.ratio_statistics import FirstRatios
 from flow_grpo.algorithms.rollout import TrainedRows
+from flow_grpo.base import signals
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best
 from flow_grpo.data import prompts
@@ -63,6 +64,8 @@ class Run:
     first_step: int = 0  # optimizer steps when this epoch began  <- log_epoch, resume
     saved_epoch: int = 0  # epochs completed when the last checkpoint was written  <- save, resume
     stopped: bool = False  # whether the run ends with this epoch  <- log_epoch, _stop
+    epoch_began_s: float = field(default_factory=time.monotonic)  # the clock  <- log_epoch
+    last_epoch_s: float = math.inf  # how long the last epoch took; infinite before one has ended  <- log_epoch
     on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch
     num_forwards: int = 0  # transformer rows of this rank since the epoch began  <- velocity, log_epoch
     first_ratios: list[FirstRatios] = field(default_factory=list)  # of this epoch  <- record_ratios, _check_parity
@@ -132,6 +135,7 @@ class Run:
             guidance_scale: None = sample.guidance_scale.
             size: None = the training size.
         """
+        signals.check()
         scale = self.config.sample.guidance_scale if guidance_scale is None else guidance_scale
 
         # Averaged weights are applied in evaluations, whose forwards do not count.

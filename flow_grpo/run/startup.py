@@ -25,7 +25,7 @@ from flow_grpo.kernels import compilation, flash_attention
 from flow_grpo.monitoring import provenance, trackers
 from flow_grpo.monitoring.dashboard import Dashboard, explained, say
 from flow_grpo.monitoring.metrics import Meter
-from flow_grpo.run import dry_run, evaluate, resume
+from flow_grpo.run import dry_run, evaluate, loop, resume
 from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
@@ -79,8 +79,7 @@ def start(
     texts = _check_files(settings, family, stored_prompts)
     if settings.dry_run:
         _end_dry_run(settings, script, family, texts, extra_policies)
-    ranks = distributed.init_distributed()
-    _check_device(settings, ranks.device)
+    ranks = _join_ranks(settings)
     plan = _plan(settings, script, ranks.world_size)
     # Text encoders and VAE are loaded only if images are made.
     model_files.check_weights(settings.model, family, frozen_parts=texts.any is not None)
@@ -94,6 +93,7 @@ def start(
     _say_cautions(run, texts)
     with explained(run.folder):
         distributed.on_main(provenance.note_start, run.folder, settings, run.world_size, run.epoch)
+    loop.listen_to_signals(run)
     return run
 
 
@@ -107,10 +107,13 @@ def _say_cautions(run: Run, texts: Prompts) -> None:
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
 
 
-def _check_device(config: Config, device: torch.device) -> None:
-    """Raise UserError where a device lacks what the config's precision or attention asks for."""
-    quantisation.check_device(config, device)
-    flash_attention.check_device(config.attention, device)
+def _join_ranks(config: Config) -> distributed.Ranks:
+    """Meet the other ranks. Raise UserError where the device lacks what the config's precision or attention asks
+    for."""
+    ranks = distributed.init_distributed()
+    quantisation.check_device(config, ranks.device)
+    flash_attention.check_device(config.attention, ranks.device)
+    return ranks
 
 
 def _plan(config: Config, script: checks.Script, world_size: int) -> batch_plan.BatchPlan:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from flow_grpo.base import distributed
+from flow_grpo.base import distributed, signals
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
@@ -113,6 +113,7 @@ class Pool:
         not answer any more."""
         said_s = time.monotonic()
         while not wait(futures, LOOK_S, FIRST_COMPLETED).done:
+            signals.check()
             for scorer in self.scorers.values():
                 scorer.check_in_time()
             if time.monotonic() - said_s >= SIGN_OF_LIFE_S:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
 # Qwen-Image on PickScore, 8 GPUs; needs --config.dataset=FOLDER with train.txt and test.txt.
 set -e
-cd "$(dirname "$0")/../.."
-torchrun --standalone --nproc_per_node=8 scripts/train_qwenimage.py --config config/grpo.py:pickscore_qwenimage "$@"
+ROOT="$(dirname "$0")/../.."
+torchrun --standalone --nproc_per_node=8 "$ROOT/scripts/train_qwenimage.py" --config config/grpo.py:pickscore_qwenimage "$@"
