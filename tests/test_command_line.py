@@ -297,7 +297,8 @@ def assert_answered(words, status, says, folder):
     assert "Traceback" not in done.stderr
 
 
-COMMANDS = [*(f"scripts/{path.name}" for path in sorted((ROOT / "scripts").glob("*.py"))), "tools/split_prompts.py"]
+COMMANDS = [f"scripts/{path.name}" for path in sorted((ROOT / "scripts").glob("*.py"))]
+COMMANDS += ["tools/convert_lora.py", "tools/split_prompts.py"]
 TINY = "flow_grpo/assets/tiny_qwenimage"
 MISSPELT = [
     (f"scripts/evaluate.py {TINY} --guidance-scale 1", ["--guidance-scale"]),

@@ -1,11 +1,16 @@
 """An exported LoRA is the policy that was trained, whoever reads it, and whoever trains it further."""
 
 import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
+import convert_lora
 import pytest
 import torch
 from diffusers import QwenImagePipeline
+from peft import PeftModel
+from refused import assert_refused
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small import lines_of, move, train
@@ -82,7 +87,14 @@ def by_sums_of_tensors(folder):
     return transformer
 
 
-READERS = by_evaluate, by_diffusers, by_diffusers_without_the_header, by_sums_of_tensors
+def by_peft(folder):
+    with tempfile.TemporaryDirectory() as scratch:
+        converted = Path(scratch, "peft")
+        convert_lora.write_for_peft(folder, converted)
+        return PeftModel.from_pretrained(fresh().transformer, str(converted))
+
+
+READERS = by_evaluate, by_diffusers, by_diffusers_without_the_header, by_sums_of_tensors, by_peft
 
 
 @pytest.mark.parametrize("read", READERS)
@@ -157,7 +169,7 @@ def test_a_file_of_an_earlier_version_is_trained_further_and_evaluated_bit_for_b
 def test_the_alpha_of_a_file_may_be_a_fraction_though_a_runs_is_a_whole_number(pipeline, tmp_path):
     path = of_an_earlier_version(pipeline, tmp_path, alpha=6.5)
     expected = velocity(by_diffusers(path))
-    for transformer in (by_evaluate(path), by_a_run(path, 8)):
+    for transformer in (by_evaluate(path), by_a_run(path, 8), by_peft(path)):
         assert torch.allclose(velocity(transformer), expected, rtol=0, atol=1e-5)
 
 
@@ -174,6 +186,19 @@ def test_an_alpha_that_is_no_power_of_two_times_the_rank_costs_only_rounding(tmp
     exports.save_lora(odd, tmp_path)
     for transformer in (by_sums_of_tensors(tmp_path), by_a_run(tmp_path, 7), by_a_run(tmp_path, 4)):
         assert torch.allclose(velocity(transformer), velocity(odd.transformer), rtol=0, atol=1e-5)
+
+
+def test_a_lora_for_peft_keeps_its_dtype_and_is_read_here_too(rounded, policy, base, tmp_path):
+    converted = tmp_path / "new" / "peft"
+    convert_lora.write_for_peft(rounded, converted)
+    assert {weight.dtype for weight in load_file(converted / lora_files.PEFT_FILE).values()} == {torch.bfloat16}
+    assert lora_files.read_adapter(converted) == lora_files.read_adapter(rounded)
+    assert torch.equal(velocity(by_evaluate(converted)), velocity(by_evaluate(rounded)))
+    args = convert_lora.parser().parse_args(["any", "--out", str(converted)])
+    rows = [("there", lambda: convert_lora.check_flags(args), [converted, "is there already"])]
+    rows.append(("no LoRA", lambda: convert_lora.write_for_peft(TINY, tmp_path / "other"), [TINY]))
+    assert_refused(rows)
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_run_that_exports_bfloat16_writes_nothing_else_as_lora_files_and_resumes_bit_for_bit(shallow, tmp_path):
