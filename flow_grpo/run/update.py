@@ -209,8 +209,8 @@ def _place_of_largest(run: Run, log_ratios: Tensor) -> tuple[int, int]:
     timesteps = torch.cat([part.timesteps for part in run.first_ratios])
     size, outcome = log_ratios.abs().max(0)
     row = int(outcome) // run.plan.num_branches
-    step = (timesteps[row] - run.scheduler.timesteps).abs().argmin().item()
-    _, image, step = max(distributed.gather_objects([(size.item(), row_ids[row, 0].item(), step)]))
+    step = int((timesteps[row] - run.scheduler.timesteps).abs().argmin())
+    _, image, step = max(distributed.gather_objects([(size.item(), int(row_ids[row, 0]), step)]))
     return image, step
 
 
