@@ -212,7 +212,8 @@ def begin(
     """Start what is left as far as GPUs are free: move runs from `left` to `jobs`, and take their GPUs from `free`."""
     for run in list(left):
         name, count = run
-        has_to_wait = RUNS[name].alone and jobs
+        # A run that is to be alone waits for the others, and they wait for it.
+        has_to_wait = bool(jobs) and (RUNS[name].alone or any(RUNS[job.name].alone for job in jobs))
         if len(free) >= count and not has_to_wait:
             left.remove(run)
             gpus = free[:count]

@@ -21,7 +21,7 @@ from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.run import update
 from flow_grpo.settings import config_files
-from flow_grpo.weights import policies
+from flow_grpo.weights import load_weights, model_files, policies
 
 LATER = "train_flux2_klein", "train_flux2_klein_9b_pr", "train_flux2_klein_nft", "train_qwenimage_21_pr"
 
@@ -62,11 +62,14 @@ def test_the_work_of_an_epoch_is_counted_by_phase(shallow, tmp_path, monkeypatch
 def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(script):
     """The weights of such a run are random, and none is made here."""
     name, family, config = bench.setup(bench.parser().parse_args(["--script", script, "--size", "full"]))
-    checks.check(config, CHECKS[config.algorithm])
+    settings = checks.check(config, CHECKS[config.algorithm])
     assert plan(config).batches_per_epoch >= 1
     assert name == re.sub("flux2_klein(_9b)?|qwenimage_21|flux|sd3", "qwenimage", script)
     with random_model.registered(family, "Random"):
         assert model_classes.of_folder(config.model) is family
+        load_weights.check_model(settings, family)
+        model_files.check_weights(config.model, family)
+        assert all(weight.is_meta for weight in family.empty_transformer(config.model).parameters())
 
 
 def arguments(*words):

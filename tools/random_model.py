@@ -32,6 +32,8 @@ def random_model(name: str, sizes: Mapping[str, dict] = MappingProxyType({})) ->
     build = partial(random_pipeline.BUILDERS[model], sizes)
 
     class Random(family):
+        ON_DISK = False
+
         @classmethod
         def load(cls, folder, device, *, vae_dtype=torch.float32, alone=False, text=True):
             pipeline = loading.frozen(build(random_pipeline.large_random(device)), device)
@@ -46,6 +48,10 @@ def random_model(name: str, sizes: Mapping[str, dict] = MappingProxyType({})) ->
         @classmethod
         def without_weights(cls, folder):
             return cls(build(random_pipeline.empty), torch.device("cpu"))
+
+        @classmethod
+        def empty_transformer(cls, folder):
+            return cls.without_weights(folder).transformer
 
         @staticmethod
         def transformer_folder(folder):

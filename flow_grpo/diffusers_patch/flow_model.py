@@ -70,6 +70,7 @@ class FlowModel(ABC):
     ENCODERS: ClassVar[tuple[str, ...]] = ("text_encoder*", "tokenizer*", "processor*")  # folders of what `encode` uses
     ATTENTIONS: ClassVar[tuple[str, ...]] = ()  # values of config.attention besides "" that `fuse` understands
     NEGATIVE_PROMPT: ClassVar[str | None] = ""  # what guidance leads away from; None = it is no second forward
+    ON_DISK: ClassVar[bool] = True  # whether its weights are files of config.model; a benchmark draws them
     GIVES_SIGMAS: ClassVar[bool] = True  # whether its pipeline gives its scheduler 1, ..., 1 / num_steps to shift
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device, transformer_config: Mapping | None = None):

@@ -49,7 +49,7 @@ def check_parts(model: str, family: type[FlowModel]) -> None:
     """Raises UserError for a model that lacks a part, or whose tokenizers, scheduler or transformer's settings cannot
     be read. Opens no file of weights."""
     folder = _folder_of(model)
-    if folder is None:
+    if folder is None or not family.ON_DISK:
         return
     parts = _parts(folder)
     arguments, _ = family.PIPELINE._get_signature_keys(family.PIPELINE)
@@ -72,7 +72,7 @@ def check_weights(
         frozen_parts: whether text encoders and the VAE will be loaded.
     """
     folder = _folder_of(model)
-    if folder is None:
+    if folder is None or not family.ON_DISK:
         return
     empty = family.empty_transformer(model)
     weights = transformer or folder / "transformer"
