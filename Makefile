@@ -51,6 +51,7 @@ check: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	$(VENV) tools/natural_lines.py
+	.venv/bin/basedpyright
 
 learn: .venv/ready  ## all algorithms for the same time, with three seeds; hours. ARGS="--only nft branches --seconds 300"
 	$(VENV) benchmarks/learn.py train --parallel 2 --seconds 600 $(ARGS)
