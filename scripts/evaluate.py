@@ -164,7 +164,7 @@ from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
 from flow_grpo.evaluation.estimates import Estimate
 from flow_grpo.evaluation.policies_to_compare import Candidate
 from flow_grpo.monitoring import progress, run_history
-from flow_grpo.monitoring.dashboard import plain, problem_of, say
+from flow_grpo.monitoring.dashboard import attempt, plain, say
 from flow_grpo.monitoring.plots import contact_sheet
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
@@ -519,7 +519,7 @@ def score_all(
             scored.append(Scored(settings, scores._replace(images={})))
             if distributed.is_main():
                 show = partial(write_sheet, folder, len(scored), settings, scores, split)
-                problem = problem_of(f"{folder} lacks the images of row {len(scored)}", show)
+                problem = attempt(f"{folder} lacks the images of row {len(scored)}", show)
                 if problem:
                     print(problem)
     return scored

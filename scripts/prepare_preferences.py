@@ -420,9 +420,13 @@ def is_load_option(key: str) -> bool:
 
 
 def claim(config: Config, options: Options, folder: Path, digests: dict[str, str]) -> bool:
-    """Begin or go on with `folder`, locked; False if it is complete.
+    """Lock `folder`, to begin it or to go on with it; return False, without a lock, if it is complete.
 
-    Raises UserError if it was made with other settings or of other rows, or if another process is at work there.
+    It is begun while it holds unfinished/, which has the settings, and complete once report.json is there and
+    unfinished/ is removed. Called on the main rank.
+
+    Raises UserError if it was begun with other settings or other rows, holds files of something else, or if another
+    process is at work there.
     """
     unfinished = folder / "unfinished"
     report = folder / "report.json"

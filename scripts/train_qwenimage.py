@@ -63,12 +63,12 @@ def rollout(run: Run, epoch: int) -> tuple[StoredSteps, list[rewards.Submitted]]
 
 
 def window_at(sample: Sample, seed: int, epoch: int, block: int, updates: int) -> range:
-    """Noisy steps of the images of a block (see prompts.PlannedBatch).
+    """Choose the noisy steps of a block of batches, the fewest that hold whole groups, so that a group shares a window.
 
     Args:
         updates: optimizer steps before the epoch.
     """
-    # Flow-GRPO: all steps but the last, whose density is a spike.
+    # Flow-GRPO: all steps but the last, which ends at sigma 0: in most models its noise is next to none.
     size = sample.sde_window_size
     if size == 0:
         return range(sample.num_steps - 1)
@@ -106,11 +106,14 @@ def add_gradients(run: Run, rows: StepRows) -> None:
         run.meter.add(kl_reference=kl)
         loss = loss + train.beta * kl
 
-    # Before the epoch's first optimizer step every log-ratio must be 0.
+    # Logged. Before the epoch's first optimizer step, optimizer_step ends the run unless all are 0. An objective of
+    # one's own may have no ratio: then the difference of the log-probs stands in.
     log_ratio = surrogate.log_ratio
     if log_ratio is None:
         log_ratio = step.log_prob - rows.log_probs
     record_ratios(run, step, rows, log_ratio, surrogate.beyond)
+
+    # Weighted by rows.loss_weight, and divided by the rows of the whole update: minibatches add up to its mean.
     backward(run, loss, rows)
 
 
@@ -121,13 +124,13 @@ def main(
     declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages)
     run = start(config, script)
     for epoch in range(run.epoch, run.config.num_epochs):
-        # The averaged weights, as often as config.eval_freq says.
+        # Every config.eval_freq epochs, score the averaged weights on the prompts that choose best/.
         evaluate(run, epoch)
 
         # Groups of images per prompt, and how much better each image is than its group.
         stored, submitted = rollout(run, epoch)
         scores = rewards.wait(run, epoch, submitted)
-        recompute_log_probs(run, stored)
+        recompute_log_probs(run, stored)  # with train.old_log_prob "recompute"; else they are those of the rollout
         stored.advantages, stored.loss_weight = advantages(run, scores)
 
         # Make the noisy steps of better images more likely, those of worse ones less.
@@ -137,7 +140,8 @@ def main(
                     add_gradients(run, rows)
                 optimizer_step(run)
 
-        # The epoch counts as completed from here on.
+        # The epoch counts as completed from here on. config.health may have lowered the learning rate, or have gone
+        # back to the best weights.
         log_epoch(run, epoch)
         if is_due(run.config.save_freq, run.epoch):
             save(run)

@@ -91,7 +91,7 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients) -> No
     run = start(config, checks.DISTILL)
     teachers = [load_teacher(run, folder) for folder in run.config.train.teachers]
     for epoch in range(run.epoch, run.config.num_epochs):
-        # The averaged weights, as often as config.eval_freq says.
+        # Every config.eval_freq epochs, score the averaged weights on the prompts that choose best/.
         evaluate(run, epoch)
 
         # States that the student reaches. Their rewards are logged; only their weights, 0 for masked images, are used.
@@ -106,7 +106,8 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients) -> No
                     add_gradients(run, rows, teachers)
                 optimizer_step(run)
 
-        # The epoch counts as completed from here on.
+        # The epoch counts as completed from here on. config.health may have lowered the learning rate, or have gone
+        # back to the best weights.
         log_epoch(run, epoch)
         if is_due(run.config.save_freq, run.epoch):
             save(run)

@@ -213,7 +213,7 @@ def main(config: ConfigDict, add_gradients=add_gradients) -> None:
     declared.check(config, add_gradients=add_gradients)
     run, source = begin(config)
     for epoch in range(run.epoch, run.config.num_epochs):
-        # The averaged weights, as often as config.eval_freq says.
+        # Every config.eval_freq epochs, score the averaged weights on the prompts that choose best/.
         evaluate(run, epoch)
         if is_due(run.config.eval_freq, epoch):
             validate(run, source, epoch)
@@ -232,7 +232,8 @@ def main(config: ConfigDict, add_gradients=add_gradients) -> None:
                     add_gradients(run, rows, source.levels)
                 optimizer_step(run)
 
-        # The epoch counts as completed from here on.
+        # The epoch counts as completed from here on. config.health may have lowered the learning rate, or have gone
+        # back to the best weights.
         log_epoch(run, epoch)
         if is_due(run.config.save_freq, run.epoch):
             save(run)

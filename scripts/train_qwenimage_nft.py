@@ -178,7 +178,7 @@ def main(
     declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages)
     run = start(config, script, extra_policies=(OLD,))
     for epoch in range(run.epoch, run.config.num_epochs):
-        # The averaged weights, as often as config.eval_freq says.
+        # Every config.eval_freq epochs, score the averaged weights on the prompts that choose best/.
         evaluate(run, epoch)
 
         # Groups of images per prompt, and how much better each image is than its group.
@@ -196,7 +196,8 @@ def main(
         # The policy that samples follows the trained one.
         run.extra_policies[OLD].move(1 - schedules.old_policy_decay(run.step, run.config.train.old_decay_schedule))
 
-        # The epoch counts as completed from here on.
+        # The epoch counts as completed from here on. config.health may have lowered the learning rate, or have gone
+        # back to the best weights.
         log_epoch(run, epoch)
         if is_due(run.config.save_freq, run.epoch):
             save(run)

@@ -36,7 +36,7 @@ LIMITS = {
     "flow_grpo/algorithms": (0, 0, 0, 0, 0),
     "flow_grpo/base": (0, 0, 0, 0, 0),
     "flow_grpo/checkpoints": (0, 0, 0, 0, 0),
-    "flow_grpo/command_line": (10, 0, 3, 1, 0),
+    "flow_grpo/command_line": (9, 0, 3, 1, 0),
     "flow_grpo/data": (0, 0, 0, 0, 0),
     "flow_grpo/diffusers_patch": (0, 0, 0, 0, 0),
     "flow_grpo/evaluation": (0, 0, 0, 0, 0),
@@ -46,7 +46,7 @@ LIMITS = {
     "flow_grpo/rewards": (0, 0, 0, 0, 0),
     "flow_grpo/run": (0, 0, 0, 0, 0),
     "flow_grpo/scoring": (0, 0, 0, 0, 0),
-    "flow_grpo/settings": (6, 0, 0, 0, 0),
+    "flow_grpo/settings": (4, 0, 0, 0, 0),
     "flow_grpo/weights": (0, 0, 0, 0, 0),
 }
 

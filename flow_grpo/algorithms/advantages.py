@@ -89,6 +89,7 @@ def combined_advantages(
     if aggregation == "sum":
         weighted_sum = sum_of([weight * rewards[name].double() for name, weight in weights.items()])
         advantages = group_advantages(weighted_sum, groups, global_std)
+        # group_advantages looks at the spread of the sum; terms that cancel need a look at each reward.
         return advantages.where(has_signal(rewards, weights, groups), 0.0).float()
     total = sum_of([weight * group_advantages(rewards[name], groups, global_std) for name, weight in weights.items()])
     return (total - total.mean()) / (total.std(unbiased=False) + 1e-4)

@@ -30,13 +30,17 @@ class FirstRatios(NamedTuple):
 def add_to_meter(
     meter, log_ratio: Tensor, gap: Tensor, clip_range: float, *, on_policy: bool, beyond: Tensor | None = None
 ) -> None:
-    """Add the ratio's statistics to `meter`.
+    """Add the statistics of a minibatch's ratios to `meter`.
 
     Args:
-        log_ratio: [rows], the objective's.
-        gap: [rows], log-prob now less log-prob at the rollout.
-        on_policy: no optimizer step since the rollout, so that `gap` should be 0; logged as parity/*.
-        beyond: [rows] bool, outside of the objective's trust region; None = of clip_range.
+        meter: a monitoring.metrics.Meter, which this package may not import.
+        log_ratio: [rows], log of the ratio that the objective clips; GRPO-Guard's differs from `gap`.
+        gap: [rows], present log-prob minus the rollout's, in nats per element, for the estimate of the KL. An objective
+            without log-probs passes its log_ratio.
+        clip_range: a ratio further than this from 1 counts as clipped, unless `beyond` is given.
+        on_policy: whether no optimizer step was taken since the rollout. Both should then be 0, and what is left is
+            logged as parity/*.
+        beyond: [rows] bool, outside of a trust region that is not `clip_range`.
     """
     ratio = log_ratio.double().exp()
     gap = gap.double()

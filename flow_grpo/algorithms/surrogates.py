@@ -18,8 +18,8 @@ class Surrogate:
     """Loss of R * J outcomes, and what is logged of it."""
 
     loss: Tensor  # [R * J], before the weights of steps and images
-    log_ratio: Tensor | None = None  # [R * J], what it clips the exponential of; 0 on policy; None = it has no ratio
-    beyond: Tensor | None = None  # [R * J] bool, outside of its trust region; None = of train.clip_range
+    log_ratio: Tensor | None = None  # [R * J], log of the ratio that the loss clips; None = the loss has no ratio
+    beyond: Tensor | None = None  # [R * J] bool, outside of its trust region; None = where train.clip_range clips
     metrics: dict[str, Tensor] = field(default_factory=dict)  # of its own, [R * J] each
 
 

@@ -5,7 +5,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 from ml_collections import ConfigDict
 
@@ -73,24 +72,41 @@ def _entry(function: Callable) -> str:
 
 
 def origins(file: str, config: ConfigDict) -> dict[str, str]:
-    """Which function, variant or flag has set each setting whose value is not the default.
+    """Map each setting whose value is not the default to what set it last: a word of NAME,VARIANT,..., the file itself
+    if it has no names, or "the command line".
 
     Args:
         file: FILE:NAME,VARIANT,... of the command line.
-        config: as it is in the end.
+        config: the final one, with the command line's changes.
     """
-    path, _, name = file.partition(":")
-    words = name.split(",") if name else []
-    made = [("the default", table.default_config())]
-    made += [(words[i], config_files.load(f"{path}:{','.join(words[: i + 1])}")) for i in range(len(words))]
-    made += [] if words else [(path, config_files.load(path))]
-    stages = [(stage, table.flat(values)) for stage, values in [*made, ("the command line", config)]]
-    changes = {}
-    for (_, before), (stage, after) in pairwise(stages):
-        changes |= {key: stage for key, value in after.items() if value != before.get(key)}
-    default, final = stages[0][1], stages[-1][1]
-    there = {key: stage for key, stage in changes.items() if key in final and key not in HIDDEN}
-    return {key: stage for key, stage in there.items() if final[key] != default.get(key)}
+    path, _, names = file.partition(":")
+    stages = [("the default", table.default_config())]
+    if names:
+        # NAME, then NAME,VARIANT and so on: each differs from the one before by what its last word sets.
+        words = names.split(",")
+        for count, word in enumerate(words, start=1):
+            stages.append((word, config_files.load(f"{path}:{','.join(words[:count])}")))
+    else:
+        stages.append((path, config_files.load(path)))
+    stages.append(("the command line", config))
+
+    set_by = {}
+    default = table.flat(stages[0][1])
+    before = default
+    for stage, values in stages[1:]:
+        after = table.flat(values)
+        for key, value in after.items():
+            if value != before.get(key):
+                set_by[key] = stage
+        before = after
+
+    # A setting that ends at its default, or that a later stage removed, has no origin.
+    final = before
+    changed = {}
+    for key, stage in set_by.items():
+        if key in final and key not in HIDDEN and final[key] != default.get(key):
+            changed[key] = stage
+    return changed
 
 
 def changed_settings(file: str, config: ConfigDict) -> str:

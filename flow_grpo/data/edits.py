@@ -29,10 +29,11 @@ def check_metadata(metadata: dict[str, Any]) -> None:
 
 
 def _problem_of_edit(objects: list[dict[str, Any]], edit: dict[str, Any]) -> str:
-    """Return what is wrong with an edit of these objects, "" for nothing."""
+    """Return what is wrong with these objects or with the edit of one of them; "" if nothing is."""
     action = edit.get("action")
-    # An action of JSON may be a list, which cannot be looked up in a dict.
+    # JSON may hold a list here, which is unhashable: looking it up would raise TypeError.
     values = VALUES.get(action, ()) if isinstance(action, str) else ()
+    # The instruction and the reward tell objects apart by their class.
     if len({entry["class"] for entry in objects}) < len(objects):
         return "two `objects` are of one class"
     if edit.get("object") not in range(len(objects)):
@@ -43,14 +44,15 @@ def _problem_of_edit(objects: list[dict[str, Any]], edit: dict[str, Any]) -> str
 
 
 def _is_object(entry: Any) -> bool:
+    """Return whether a value of JSON describes an object: a known class and colour, center [x, y] and radius, the
+    numbers strictly between 0 and 1."""
     if not isinstance(entry, dict):
         return False
+    # Compared with the members of tuples: looking up a list in the dict COLORS would raise TypeError.
     if entry.get("class") not in SHAPES or entry.get("color") not in tuple(COLORS):
         return False
     center = entry.get("center")
     if not isinstance(center, list) or len(center) != 2:
         return False
-    for number in (*center, entry.get("radius")):
-        if not isinstance(number, int | float) or not 0 < number < 1:
-            return False
-    return True
+    numbers = (*center, entry.get("radius"))
+    return all(isinstance(number, float) and 0 < number < 1 for number in numbers)

@@ -148,11 +148,17 @@ def schema(shapes: dict[str, tuple[int, ...]], dtype: str) -> pa.Schema:
 
 
 def write_pairs(path: Path, columns: dict[str, list | Tensor], shapes: dict[str, tuple[int, ...]], dtype: str) -> None:
-    """Write P rows, in one rename. Tensors are [P, *shape], or P of `shape`; the same rows make the same file."""
+    """Write P >= 1 pairs to a parquet file, which appears whole or not at all. The same pairs give the same bytes.
+
+    Args:
+        columns: P values for each column of `schema`; those of latents and conditions are a tensor [P, *shape], or a
+            list of P tensors.
+        shapes, dtype: as in `schema`.
+    """
     wanted = schema(shapes, dtype)
     arrays = [_to_arrow(columns[field.name], field.type, dtype) for field in wanted]
     table = pa.table(arrays, schema=wanted)
-    rows_per_group = max(1, ROW_GROUP_BYTES * len(table) // max(1, table.nbytes))
+    rows_per_group = max(1, ROW_GROUP_BYTES * len(table) // table.nbytes)
     scratch = path.with_suffix(".tmp")
     # Latents neither compress nor repeat.
     pq.write_table(

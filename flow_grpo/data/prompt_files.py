@@ -171,8 +171,7 @@ def _check_is_text(path: Path, first_line: str) -> None:
 
 
 def _is_json(line: str, kind: type) -> bool:
-    if not line.startswith(("[", "{")):
-        return False
+    """Return whether a line is JSON of a kind, list or dict."""
     try:
         return isinstance(json.loads(line), kind)
     except (ValueError, RecursionError):

@@ -197,13 +197,20 @@ def solver_step(requests: list[Request], velocities: Tensor) -> None:
 
 
 def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
-    """Take a step of the SDE, for requests of one schedule and kind of noise; returns the trunks' branches."""
+    """Take a step of the SDE, for R requests of one `step_key`; `step_scheduler` then counts it.
+
+    Each request's trace gets the step with its J outcomes. An image (J = 1) moves to its outcome. A trunk makes a
+    branch of each of its outcomes, and itself moves by the ODE. Returns the branches.
+
+    Args:
+        velocities: [R, ...].
+    """
     first = requests[0]
     num_outcomes = first.num_branches
     x, t = inputs_of(requests)
     generators = [request.generator for request in requests if request.generator is not None]
     assert len(generators) == len(requests), "a noisy step draws from its request's generator"
-    # Noise of J outcomes is [R, J, ...]; a latent and its velocity are repeated for them.
+    # Noise [R, J, ...], J draws from each request's own generator; latents and velocities are repeated to R * J rows.
     noise = rng.normal((num_outcomes, *x.shape[1:]), generators, x.device)
     step = sde_step_with_logprob(
         first.scheduler,

@@ -334,7 +334,7 @@ class FlowModel(ABC):
         compute the same but for rounding. None here. `attention` is config.attention."""
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
-        """Unpack latents [B, ...] to [B, c, h, w], as the VAE sees them but for its normalisation."""
+        """Unpack latents [B, ...] to [B, c, h, w], still normalised."""
         if self.PICTURES:
             return latents
         z = self.pipeline._unpack_latents(latents, size.height, size.width, self.pipeline.vae_scale_factor)

@@ -93,7 +93,8 @@ class Request:
 
     @property
     def step_key(self) -> StepKey:
-        """Requests with equal keys can take the step after a forward in one call."""
+        """Requests of one forward with equal keys take their next steps in one call."""
+        # A solver's step has coefficients of its own; in a scheduler's, each row may stand at its own timestep.
         if self.solver is not None:
             return StepKey(id(self.solver), solver_step=self.step)
         if not self.needs_log_prob:

@@ -1,8 +1,8 @@
 """One reverse step of the flow as a stochastic transition, and the log-density of the step it took.
 
-Notation: sigma in [0, 1] is the noise level, x = (1 - sigma) x_0 + sigma eps, velocity v = eps - x_0,
-eta = `noise_level`, dt = sigma_next - sigma < 0. All is float32 whatever the model's dtype, and rows may stand at
-different timesteps.
+Notation: sigma in [0, 1] is the share of noise in x = (1 - sigma) x_0 + sigma eps, velocity v = eps - x_0,
+dt = sigma_next - sigma < 0, and eta = `noise_level` scales the noise that a step adds. All is float32 whatever the
+model's dtype, and rows may stand at different timesteps.
 """
 
 import math
@@ -124,8 +124,9 @@ def _sigmas_at(scheduler: Schedule, timestep: Tensor, x: Tensor) -> tuple[Tensor
 def _sde_transition(
     x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, second_sigma: Tensor, eta: float
 ) -> Transition:
-    """Flow-GRPO eq. 9, with g = eta sqrt(sigma / (1 - sigma)) and the drift's correction g^2 / (2 sigma)."""
-    # At sigma = 1 the diffusion coefficient is infinite, so the second sigma stands in.
+    """Flow-GRPO eq. 9: mean x + (v + c (x + (1 - sigma) v)) dt and standard deviation g sqrt(-dt), with
+    g = eta sqrt(sigma / (1 - sigma)) and c = g^2 / (2 sigma)."""
+    # At sigma = 1 the 1 - sigma below the root would be 0: there alone the second sigma is used.
     finite_sigma = torch.where(sigma == 1, second_sigma, sigma)
     std_dev_t = eta * torch.sqrt(sigma / (1 - finite_sigma))
     dt = sigma_next - sigma
@@ -137,7 +138,8 @@ def _sde_transition(
 def _dance_transition(
     x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, second_sigma: Tensor, eta: float
 ) -> Transition:
-    """DanceGRPO: constant diffusion coefficient, drift corrected by the score (x - (1 - sigma) x_0) / sigma^2."""
+    """DanceGRPO: constant diffusion coefficient eta, drift v - eta^2 / 2 * score, where the score of x given x_0 is
+    -(x - (1 - sigma) x_0) / sigma^2."""
     std_dev_t = torch.full_like(sigma, eta)
     dt = sigma_next - sigma
     x_0 = x - sigma * v

@@ -24,7 +24,7 @@ class Distances:
         """Add the images of b prompts, numbers below P, or of none.
 
         Args:
-            features: [b, ...] as the VAE sees images but for its normalisation.
+            features: [b, ...] latents unpacked, still normalised.
         """
         flat = features[: len(prompts)].flatten(1).double()
         if self.sums is None:

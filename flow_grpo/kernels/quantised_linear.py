@@ -114,7 +114,12 @@ class EightBitLinear(QuantisedLinear):
         self.scale.copy_(base.scale * growth)
 
     def forward(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        """Map [..., in] to [..., out]. `largest` [..., 1]: no |x| of a row is above it, where that is known."""
+        """Map [..., in] to [..., out].
+
+        Args:
+            largest: [..., 1], an upper bound of each row's |x|, where the caller has one; read only where x is rounded.
+        """
+        # [B, in] is one vector per image (modulation), which keeps its bits.
         if not self.rounds_x or x.ndim <= 2:
             return UnpackedProduct.apply(x.to(self.dtype), self.rows, self.scale, self.bias)
         assert not (torch.is_grad_enabled() and x.requires_grad), "rounding has no gradient"
@@ -123,7 +128,7 @@ class EightBitLinear(QuantisedLinear):
             weight = unpacked(self.rows, self.scale, torch.bfloat16)
             return F.linear(x.to(torch.bfloat16), weight, bias).to(self.dtype)
 
-        # Rows [n, in], padded for the product, which is [n, out] again without the padding.
+        # cuBLAS wants a multiple of 16 rows: zeros are added to [n, in], and their results cut off.
         flat = x.flatten(0, -2)
         if largest is not None:
             largest = padded(largest.flatten(0, -2))
@@ -164,10 +169,15 @@ def unpacked(rows: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise [n, k] to e4m3 [n, k] and float32 scales [n, 1], whose product is x to 4 bits. A row's largest becomes
-    448; `largest` [n, 1], no |x| of a row above it, spares its computation."""
+    """Quantise x [n, k] to e4m3 rows [n, k] and float32 scales [n, 1], whose product is x to 4 significant bits.
+
+    Args:
+        largest: [n, 1], the number that becomes 448, e4m3's largest: an upper bound of each row's |x|. None = its
+            maximum, for which x is read once more.
+    """
     if largest is None:
         largest = x.abs().amax(1, keepdim=True)
+    # A row of zeros would divide by 0.
     largest = largest.float().clamp(min=SMALLEST_SCALE)
     return (x.float() * (LARGEST / largest)).to(E4M3), largest / LARGEST
 

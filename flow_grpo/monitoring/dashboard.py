@@ -38,8 +38,8 @@ def explained(run_dir: Path) -> Iterator[None]:
         raise WriteFailed(f"{run_dir} cannot be written: {error}; {advice}{folders.resume_hint(run_dir)}") from error
 
 
-def problem_of(what: str, action: Callable[[], object]) -> str:
-    """Do something that only informs about a run, whose failure ends no run; return why it failed, "" if it did not."""
+def attempt(what: str, action: Callable[[], object]) -> str:
+    """Call `action`, which only informs about a run and must not end it. Return "WHAT: ERROR", or "" on success."""
     try:
         action()
     except Exception as error:
@@ -159,9 +159,9 @@ class Dashboard:
             say(self._summary(kind, epoch, values, seconds_left))
 
     def _track(self, call: Callable[[trackers.Wandb | trackers.TensorBoard], None]) -> None:
-        """Tell the trackers. One that fails is told nothing more: its service may have died."""
+        """Make a call to each tracker, and drop those that fail: their service may have died."""
         for tracker in list(self.trackers):
-            problem = problem_of(self.config.logger, partial(call, tracker))
+            problem = attempt(self.config.logger, partial(call, tracker))
             if problem:
                 self.trackers.remove(tracker)
                 tracker.abandon()
@@ -249,7 +249,7 @@ class Dashboard:
 
     def _draw(self, name: str, draw: Callable[[Path], object]) -> None:
         """Draw a file by draw(the run's folder); a failure is said and ends no run."""
-        say(problem_of(f"{self.run_dir / name} could not be drawn", partial(draw, self.run_dir)))
+        say(attempt(f"{self.run_dir / name} could not be drawn", partial(draw, self.run_dir)))
 
     @on_main
     def finish(self, since: int = 0) -> None:

@@ -24,7 +24,7 @@ class Lines:
         self.last = self.start
 
     def update(self, count: int) -> None:
-        """Count things that were done since the last call."""
+        """Count things done since the last call, and say a line if the last one is LINE_EVERY_S old."""
         self.done += count
         now = time.perf_counter()
         if now - self.last >= LINE_EVERY_S and self.done < self.total:

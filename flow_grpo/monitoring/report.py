@@ -177,7 +177,7 @@ def side_by_side(
 
 
 def data_address(picture: Image.Image) -> str:
-    """Return a picture as an address that holds it."""
+    """Return a picture as a data: URL, encoded as WebP of quality 80."""
     stream = io.BytesIO()
     picture.save(stream, format="webp", quality=80)
     encoded = base64.b64encode(stream.getvalue()).decode()

@@ -188,17 +188,24 @@ def _coverage(frames: Tensor, objects: Objects, which: Tensor, colors: Tensor) -
 
 
 def _kinds(coverage: Tensor) -> Tensor:
-    """Return the number in SHAPES of each coverage [M, F, F], at equal area and centre; -1 if none fits well."""
+    """Return the index in SHAPES of the outline that fits each of M objects best, [M] int64; -1 if none fits well.
+
+    The shapes are laid over an object with its area and its centre, and compared by soft intersection over union.
+
+    Args:
+        coverage: [M, F, F], as from `_coverage`: NaN where a pixel is too far from the object to count.
+    """
     axis = torch.arange(FRAME, device=coverage.device).double()
     near = ~coverage.isnan()
     coverage = coverage.nan_to_num(0.0)
     area = coverage.sum((1, 2), dtype=torch.float64)
     center = torch.stack([coverage.sum(2).double() @ axis, coverage.sum(1).double() @ axis], 1) / area[:, None]
 
-    # The grid is laid over each object at its centre, scaled to its area, where shapes of area 1 were measured.
+    # [M, 2, GRID, GRID] pixels (y, x): POINTS belong to shapes of area 1, so they are scaled by the root of the area.
     points = center[:, :, None, None] + POINTS.to(axis.device) * area.sqrt()[:, None, None, None]
     is_near = _within(near.any(2), points[:, 0]) & _within(near.any(1), points[:, 1])
     seen = (_sampled(coverage, points) * is_near).float()[:, None, None]
+    # An outline's distance in pixels, over the width at which it fades, is how much of a point the shape covers.
     scale = (area.sqrt()[:, None] / EDGE_WIDTHS.to(axis.device)).float()[:, :, None, None, None]
     wanted = (0.5 - OUTLINES.to(axis.device) * scale).clamp(0, 1)  # [M, widths, 4, GRID, GRID]
 

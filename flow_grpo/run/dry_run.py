@@ -61,6 +61,7 @@ def _epochs(config: Config, plan: BatchPlan) -> list[str]:
     if plan.num_branches > 1:
         branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches"
     updates = plan.updates_per_epoch * config.train.inner_epochs
+    # A row is a trained step of an image or trunk; the branches of a step share it.
     rows = plan.num_groups * plan.group_size * plan.num_trained_steps // plan.updates_per_epoch
     return [
         f"an epoch on {gpus(config.dry_run)}: {plan.num_groups} prompts x {plan.group_size}{branches} = "

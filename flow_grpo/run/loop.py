@@ -10,7 +10,7 @@ from flow_grpo.base import alerts, distributed, folders, signals
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.command_line.checks import evaluates
 from flow_grpo.monitoring import health, model_card, provenance
-from flow_grpo.monitoring.dashboard import explained, problem_of
+from flow_grpo.monitoring.dashboard import attempt, explained
 from flow_grpo.run import evaluate, update
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import export, load_best_state, save
@@ -141,8 +141,8 @@ def _describe(folder: Path) -> list[str]:
     All that training made is saved by now, so a failure here is a notice, too.
     """
     notices = []
-    notices.append(problem_of(f"{folder / provenance.FILE} lacks the end", lambda: provenance.note_end(folder)))
-    notices.append(problem_of(f"{folder} has no model card", lambda: notices.extend(model_card.write_cards(folder))))
+    notices.append(attempt(f"{folder / provenance.FILE} lacks the end", lambda: provenance.note_end(folder)))
+    notices.append(attempt(f"{folder} has no model card", lambda: notices.extend(model_card.write_cards(folder))))
     return notices
 
 

@@ -66,7 +66,7 @@ def take_folder(config: Config, prompt_files: Sequence[PromptFile] = ()) -> Plac
     a folder of its own.
 
     Args:
-        prompt_files: files of config.dataset that the run has opened.
+        prompt_files: opened files of config.dataset, to be compared with those that the source's run read.
 
     Raises:
         UserError: another run is writing into the folder, or it cannot be made; the checkpoint is not there, is
@@ -76,7 +76,7 @@ def take_folder(config: Config, prompt_files: Sequence[PromptFile] = ()) -> Plac
     source = _find_source(first, config.resume_from)
     dashboard.say(folders.lock(source.folder))
 
-    # Another run may have written into the folder before it was locked.
+    # Until the lock was ours, another process may have written a newer checkpoint here.
     if config.resume_from == "latest":
         source = _latest_source(source.folder)
     with folders.released_on_error(source.folder):
@@ -170,8 +170,9 @@ def _compared_inputs(
 
 
 def _find_source(first: Path, resume_from: str) -> Source:
-    """Find what config.resume_from names. Raises UserError unless that is "", "latest", or a path in a folder of this
-    run or of another.
+    """Find what config.resume_from names, and find or make the folder of this run.
+
+    Raises UserError unless resume_from is "", "latest", or a path in a folder of this run or of another.
 
     Args:
         first: the first folder of a run of this name; further ones have numbers.

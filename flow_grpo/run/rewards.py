@@ -35,7 +35,7 @@ class Submitted(NamedTuple):
     image_numbers: list[int]  # b, global within the epoch
     groups: Tensor  # [b, ...] int64, which of them compete
     scores: Pending  # name -> [b * ...] float32 on the CPU
-    latents: Tensor  # [b * ..., c, h, w] f32, as the VAE sees them but for its normalisation
+    latents: Tensor  # [b * ..., c, h, w] f32, unpacked, still normalised
 
 
 class Rewards(NamedTuple):
@@ -74,7 +74,8 @@ def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = Non
 def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
     """Wait for the epoch's rewards on all ranks, and log their means and spreads and the health of the latents.
 
-    A second call in an epoch adds its images to `images`; its other figures replace those of the first. To wait without
+    If a fork calls it twice in an epoch, the metric `images` adds up, and the second call's other figures replace the
+    first's. To wait without
     logging, call `gather`.
     """
     rewards = gather(run, submitted)
@@ -173,7 +174,7 @@ def latent_signs(
     LATENT_SIGNS: root mean square, and distance from the group's mean relative to it.
 
     Args:
-        latents: [M, c, h, w] float32, as the VAE sees them but for its normalisation.
+        latents: [M, c, h, w] float32, unpacked, still normalised.
         groups: [M] int64 on the CPU, images that compete.
         split: groups with images on several ranks, the same on each; `over_ranks` adds up sums [S, D + 1] over them.
     """

@@ -15,7 +15,7 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.data import prompts
 from flow_grpo.data.prompts import Batch, BatchRow, PlannedBatch
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, denoise
+from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, ForwardContext, denoise
 from flow_grpo.diffusers_patch.request import Request
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples, SamplingJob, post_decode, prepare_encode
 from flow_grpo.diffusers_patch.size import Size
@@ -104,16 +104,22 @@ def sample_epoch(
 
 
 def _sample_requests(
-    run: Run, requests: Iterator[Request], fast: Callable, num_images: int
+    run: Run, requests: Iterator[Request], fast: ForwardContext, num_images: int
 ) -> Iterator[tuple[Batch, Samples]]:
-    """Yield the images of requests with the batch that they make, as soon as they are decoded."""
+    """Denoise and decode requests; yield some images at a time, with the batch that these make, as soon as they are
+    decoded. Raises RuntimeError if the weights are updated before all have been yielded.
+
+    Args:
+        fast: () -> context of the forwards whose velocity enters no log-prob.
+        num_images: of the epoch, over all ranks.
+    """
     config = run.config
     updates_before = run.step
     equal_forwards = EqualForwards(run) if fsdp_utils.is_sharded(run.model.network) else None
     velocity = equal_forwards or run.velocity
 
-    # Forwards and decodes that are not full are filled with copies, so none is larger than the epoch. That is the epoch
-    # of all ranks: a forward has one shape on any number of GPUs.
+    # A batch that is not full is filled up with copies of a row, so more rows than the epoch has images are wasted. All
+    # ranks' images count, not this rank's: so a forward has the same shape on any number of GPUs.
     ode_rows = config.sample.completion_batch_size or config.sample.batch_size
     batching = Batching(config.sample.batch_size, min(ode_rows, num_images))
     finished = denoise(velocity, requests, batching, run.exact, fast)
@@ -128,7 +134,7 @@ def _sample_requests(
         decoded_requests, samples = images
         yield prompts.pick(request.name for request in decoded_requests), samples
 
-        # The rest of the epoch would be sampled by another policy.
+        # The caller has run in between. After an update the rest would be sampled by another policy.
         if run.step != updates_before:
             raise RuntimeError(f"update {run.step} came before its epoch had drawn all of its images")
     run.epoch_metrics["batch_occupancy"] = batching.occupancy

@@ -153,7 +153,7 @@ def settings_of_figures(config: Config) -> dict[str, str]:
 
 
 def keep_best(run: Run, epoch: int, figures: dict[str, float]) -> None:
-    """If no evaluation was better, write the averaged weights and the figures to best/."""
+    """If this evaluation is better than every earlier one, write the averaged weights and the figures to best/."""
     candidate = best_candidate(run, epoch, figures)
     if best.improves(candidate, run.best_evaluation):
         with run.board.timed("save"), explained(run.folder):

@@ -181,18 +181,19 @@ def learning_rate(run: Run) -> float:
 
 
 def _check_parity(run: Run) -> None:
-    """End the run on all ranks by a ParityError if the first ratios of the epoch are further from 1 than
-    train.parity_limit. The epochs before this one are saved; nothing after it would be training."""
+    """Forget the epoch's first ratios; raise ParityError, on all ranks alike, if they are further from 1 than
+    train.parity_limit. The epochs before this one are saved first: no weight has moved after them."""
     train = run.config.train
-    if not run.first_ratios:
+    first_ratios = run.first_ratios
+    run.first_ratios = []
+    if not first_ratios:
         return
-    log_ratios = torch.cat([part.log_ratios for part in run.first_ratios])
+    log_ratios = torch.cat([part.log_ratios for part in first_ratios])
+    # Statistics of all ranks, so that all of them raise or none.
     problems = ratio_statistics.parity_problems(log_ratios, train.clip_range, train.parity_limit)
     if not problems:
-        run.first_ratios = []
         return
-    image, step = _place_of_largest(run, log_ratios)
-    run.first_ratios = []
+    image, step = _place_of_largest(run, first_ratios, log_ratios)
     if run.epoch > run.saved_epoch:
         save.save(run)
     raise ratio_statistics.ParityError(
@@ -203,10 +204,12 @@ def _check_parity(run: Run) -> None:
     )
 
 
-def _place_of_largest(run: Run, log_ratios: Tensor) -> tuple[int, int]:
+def _place_of_largest(
+    run: Run, first_ratios: list[ratio_statistics.FirstRatios], log_ratios: Tensor
+) -> tuple[int, int]:
     """Global image and denoising step of the largest of all ranks' first log-ratios."""
-    row_ids = torch.cat([part.row_ids for part in run.first_ratios])
-    timesteps = torch.cat([part.timesteps for part in run.first_ratios])
+    row_ids = torch.cat([part.row_ids for part in first_ratios])
+    timesteps = torch.cat([part.timesteps for part in first_ratios])
     size, outcome = log_ratios.abs().max(0)
     row = int(outcome) // run.plan.num_branches
     step = int((timesteps[row] - run.scheduler.timesteps).abs().argmin())

@@ -68,10 +68,11 @@ def needs_moving_ratio(config: "Config") -> None:
 
 
 def needs_whole_groups(config: "Config") -> None:
-    """Raises UserError unless a forward holds whole groups that share their noise and their baseline, and ratios
-    can leave 1."""
+    """Raises UserError unless the old policy is another than the trained one and each forward holds whole groups, with
+    one noise and one baseline per group."""
     needs_older_policy(config)
-    sample, name = config.sample, f"config.train.forward_objective {config.train.forward_objective!r}"
+    sample = config.sample
+    name = f"config.train.forward_objective {config.train.forward_objective!r}"
     if not config.train.shared_noise:
         raise UserError(f"{name} takes config.train.shared_noise True: it compares a group's errors at one noise")
     if sample.baseline == "all":
@@ -86,16 +87,19 @@ def needs_whole_groups(config: "Config") -> None:
         )
 
 
-OURS = "flow_grpo.algorithms.surrogates:"
+# Module of the functions that are named below.
+SURROGATES = "flow_grpo.algorithms.surrogates:"
 OBJECTIVES = {
-    "clip": Objective(OURS + "clip", "Flow-GRPO (arXiv:2505.05470)", reads=("clip_range",)),
-    "guard": Objective(OURS + "guard", "GRPO-Guard (arXiv:2510.22319)", reads=("clip_range",), check=needs_gaussian),
-    "dppo": Objective(OURS + "dppo", "Flow-DPPO (arXiv:2606.11025)", reads=("kl_limit",), check=needs_gaussian),
+    "clip": Objective(SURROGATES + "clip", "Flow-GRPO (arXiv:2505.05470)", reads=("clip_range",)),
+    "guard": Objective(
+        SURROGATES + "guard", "GRPO-Guard (arXiv:2510.22319)", reads=("clip_range",), check=needs_gaussian
+    ),
+    "dppo": Objective(SURROGATES + "dppo", "Flow-DPPO (arXiv:2606.11025)", reads=("kl_limit",), check=needs_gaussian),
 }
 FORWARD_OBJECTIVES = {
-    "nft": Objective(OURS + "nft", "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta",)),
+    "nft": Objective(SURROGATES + "nft", "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta",)),
     "awm": Objective(
-        OURS + "awm",
+        SURROGATES + "awm",
         "advantage-weighted matching (arXiv:2509.25050)",
         reads=("clip_range",),
         check=needs_moving_ratio,
@@ -103,13 +107,13 @@ FORWARD_OBJECTIVES = {
         "424 updates; set health.action, and see docs/algorithms/awm.md",
     ),
     "dgpo": Objective(
-        OURS + "dgpo",
+        SURROGATES + "dgpo",
         "direct group preference optimisation (arXiv:2510.08425)",
         reads=("clip_range", "dgpo_beta"),
         check=needs_whole_groups,
         whole_groups=True,
     ),
     "elbo": Objective(
-        OURS + "elbo", "policy gradient of the ELBO (arXiv:2602.04663)", ("proximal_weight",), needs_older_policy
+        SURROGATES + "elbo", "policy gradient of the ELBO (arXiv:2602.04663)", ("proximal_weight",), needs_older_policy
     ),
 }

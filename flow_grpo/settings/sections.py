@@ -134,8 +134,8 @@ class Sample(Section):
     sde_window_interval: int = setting(
         0, unit="updates", min=0, used_by=(GRPO, DISTILL), read_in="rollout", when=(("sample.sde_window_size",),)
     )
-    """0 = the window is at a random place in every batch; N = it moves on by one step every N updates, and from the end
-    of the range back to its start."""
+    """0 = the window is at a random place for each block of whole groups; N = it moves on by one step every N updates,
+    and from the end of the range back to its start."""
 
     same_latent: bool = setting(False, used_by=(GRPO, DISTILL))
     """Start a group from one noise: it is one image until the window."""

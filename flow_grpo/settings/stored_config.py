@@ -73,16 +73,22 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def with_defaults(stored: dict[str, Any], file: PurePath) -> dict[str, Any]:
-    """Bring a config as a JSON file holds it up to date, in place: settings that are younger than the file have their
-    defaults, renamed values their names of today. Raises UserError: something else stands in the place of a section."""
+    """Bring a config read from a JSON file up to date, in place, and return it.
+
+    Settings newer than the file get their defaults, renamed values their present names, and `resolution` becomes height
+    and width. Raises UserError, which names the file, where a section is no object.
+    """
     for section in {setting.section for setting in SETTINGS} - {""}:
         if not isinstance(stored.setdefault(section, {}), dict):
             raise UserError(f"{file} is damaged: its {section!r} is {quoted(stored[section])}, no section of settings")
     if "resolution" in stored:
         stored["height"] = stored["width"] = stored.pop("resolution")
     for setting in SETTINGS:
-        target, name = stored[setting.section] if setting.section else stored, setting.key.rpartition(".")[2]
-        value = target.setdefault(name, json.loads(json.dumps(setting.default)))
+        target = stored[setting.section] if setting.section else stored
+        name = setting.key.rpartition(".")[2]
+        # Through JSON, as the other values came: a tuple becomes a list, and no default is shared.
+        default = json.loads(json.dumps(setting.default))
+        value = target.setdefault(name, default)
         if isinstance(value, str):
             target[name] = RENAMED.get(setting.key, {}).get(value, value)
     return stored

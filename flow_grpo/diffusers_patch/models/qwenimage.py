@@ -33,7 +33,7 @@ class QwenImage(FlowModel):
     NEGATIVE_PROMPT = " "  # an empty one has no token to attend to
 
     def num_text_tokens(self, prompt: Prompt) -> int:
-        """Count tokens without those of the template."""
+        """Count the tokens that the pipeline keeps: the prompt's and those of the template behind it."""
         pipeline = self.pipeline
         text = pipeline.prompt_template_encode.format(self.read_text(prompt))
         return len(pipeline.tokenizer(text).input_ids) - pipeline.prompt_template_encode_start_idx
@@ -43,7 +43,7 @@ class QwenImage(FlowModel):
         return prompt.text
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
-        """Take the last states of the text encoder, without those of the template."""
+        """Take the last states of the text encoder, without those of the template's beginning."""
         embeds, _ = self.pipeline.encode_prompt(prompt.text, self.pipeline.text_encoder.device)
         return Condition(embeds)
 
