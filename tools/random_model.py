@@ -38,11 +38,8 @@ def random_model(name: str, sizes: Mapping[str, dict] = MappingProxyType({})) ->
         def load(cls, folder, device, *, vae_dtype=torch.float32, alone=False, text=True):
             pipeline = loading.frozen(build(random_pipeline.large_random(device)), device)
             pipeline.vae.to(vae_dtype)
-            if alone:  # as for pairs from a disk
-                unused = [part for part in pipeline.components if part.startswith(("vae", "text"))]
-                pipeline.register_modules(**dict.fromkeys(unused))
-                gc.collect()
-                torch.cuda.reset_peak_memory_stats()
+            if alone:
+                drop_frozen_parts(pipeline)
             return cls(pipeline, device)
 
         @classmethod
@@ -62,6 +59,14 @@ def random_model(name: str, sizes: Mapping[str, dict] = MappingProxyType({})) ->
             return {}
 
     return Random
+
+
+def drop_frozen_parts(pipeline) -> None:
+    """Take text encoders and VAE out of a pipeline, as for pairs from a disk."""
+    frozen = [part for part in pipeline.components if part.startswith(("vae", "text"))]
+    pipeline.register_modules(**dict.fromkeys(frozen))
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
 
 
 @contextlib.contextmanager
