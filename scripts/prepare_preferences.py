@@ -420,7 +420,7 @@ def is_load_option(key: str) -> bool:
 
 
 def claim(config: Config, options: Options, folder: Path, digests: dict[str, str]) -> bool:
-    """Lock `folder`, to begin it or to go on with it; return False, without a lock, if it is complete.
+    """Lock `folder`, to begin it or to go on with it; return False, and leave it, if it is complete.
 
     It is begun while it holds unfinished/, which has the settings, and complete once report.json is there and
     unfinished/ is removed. Called on the main rank.
@@ -440,12 +440,16 @@ def claim(config: Config, options: Options, folder: Path, digests: dict[str, str
         notice = folders.lock(folder)
         if notice:
             print(notice)
+        # Until the lock was ours, another process may have completed it.
+        is_complete = report.exists() and not unfinished.exists()
     begun_with = report if report.exists() else unfinished / "settings.json"
     if begun_with.exists():
         check_unchanged(config, options, folder, digests, begun_with)
     else:
         unfinished.mkdir(exist_ok=True)
         folders.write_text(begun_with, json.dumps({"made_by": made_by(config, options)} | digests))
+    if is_complete:
+        folders.release(folder)
     return not is_complete
 
 

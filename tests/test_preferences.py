@@ -6,8 +6,10 @@ import fcntl
 import io
 import itertools
 import json
+import multiprocessing
 import re
 import shutil
+import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,7 @@ from refused import assert_refused
 from small import MODELS, SOURCES, as_prompts, change_json, config_of, few_prompts, loaded, prepare
 
 from flow_grpo import rewards
-from flow_grpo.base import rng
+from flow_grpo.base import folders, rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.folders import LOCK, release
 from flow_grpo.base.prompt import Prompt, texts_of
@@ -307,6 +309,32 @@ def test_a_folder_goes_on_with_the_settings_that_it_was_begun_with(pairs, tmp_pa
         ("prompts", lambda: again(lambda report: report.update(rows="of other prompts")), ["other prompts"]),
     ]
     assert_refused(rows)
+
+
+def complete(folder):
+    """In a process of its own: hold the folder for a moment, and leave it complete."""
+    folders.lock(folder)
+    (folder / "held").touch()
+    time.sleep(0.5)
+    (folder / "unfinished" / "settings.json").rename(folder / "report.json")
+    (folder / "unfinished").rmdir()
+
+
+def test_a_folder_that_another_process_completes_meanwhile_is_left_as_it_is(tmp_path):
+    config = config_of(NAME)
+    options = prepare_preferences.Options(max_rows=2)
+    digests = prepare_preferences.digests_of([], max_rows=2)
+    assert prepare_preferences.claim(config, options, tmp_path, digests)
+    release(tmp_path)
+    other = multiprocessing.get_context("fork").Process(target=complete, args=[tmp_path])
+    other.start()
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    assert not prepare_preferences.claim(config, options, tmp_path, digests)
+    other.join()
+    assert not (tmp_path / "unfinished").exists()
+    assert folders.lock(tmp_path) == "", "nobody holds it"
+    release(tmp_path)
 
 
 def test_a_folder_goes_on_only_with_the_pictures_to_be_edited_that_it_was_begun_with(tmp_path):
