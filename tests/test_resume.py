@@ -486,6 +486,19 @@ def test_each_file_that_is_read_of_a_lora_of_peft_has_a_digest(name, read_files,
         assert [file for file in now if before[file] != now[file]] == [name]
 
 
+def test_a_run_goes_on_with_another_data_set_where_accept_changes_says_so(shallow, tmp_path):
+    dataset = tmp_path / "prompts"
+    shutil.copytree(shallow["dataset"], dataset)
+    how = shallow | dict(dataset=str(dataset), eval_freq=0)
+    train(NAME, tmp_path, num_epochs=1, **how)
+    first, *others = (dataset / "train_metadata.jsonl").read_text().splitlines(keepends=True)
+    (dataset / "train_metadata.jsonl").write_text("".join([*others, first]))
+    with pytest.raises(ValueError, match=r"config.dataset: .*--config.accept_changes=True goes on with other ones"):
+        train(NAME, tmp_path, num_epochs=2, resume_from="latest", **how)
+    folder = train(NAME, tmp_path, num_epochs=2, resume_from="latest", accept_changes=True, **how)
+    assert [line["epoch"] for line in lines_of(folder, "epoch")] == [0, 1]
+
+
 @pytest.mark.parametrize("is_branch", [False, True])
 def test_rewards_of_other_prompts_are_not_compared(is_branch, read_files, tmp_path):
     config, files = read_files
