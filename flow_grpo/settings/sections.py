@@ -397,8 +397,8 @@ class Config(Section):
     """Stop after the first epoch that ends more than this many hours after the run began; 0 = no limit."""
 
     signal_grace_s: float = setting(25.0, unit="s", min=0, resumable=True)
-    """Time from a signal that asks the run to end until it must have ended and saved. If the epoch will not end within
-    it, it is dropped. Below torchrun's 30 s, or what the scheduler is told to leave."""
+    """Time from a signal that asks the run to end until its epoch must have ended; if it will not, it is dropped.
+    Saving follows. Below torchrun's 30 s, or what the scheduler is told to leave."""
 
     save_freq: int = setting(10, unit="epochs", min=0, resumable=True)
     """Save a checkpoint every N epochs, and after the last; 0 = only after the last."""
