@@ -160,5 +160,8 @@ def test_handlers_are_those_of_before_once_a_command_is_over():
         signals.listen(lambda: True, lambda: "")
         assert signal.getsignal(signal.SIGTERM) == signals.received.note
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
+    signals.received.note(signal.SIGTERM, None)
+    with signals.of_a_command():
+        assert signals.received.name == "", "an earlier command's"
     signals.listen(lambda: True, lambda: "")
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before, "a program that is no command"

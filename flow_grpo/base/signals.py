@@ -74,6 +74,7 @@ def of_a_command() -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in SIGNALS}
     received.can_listen = bool(before)
+    received.number = None  # of a command before this one
     try:
         yield
     finally:
