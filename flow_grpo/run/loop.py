@@ -13,7 +13,7 @@ from flow_grpo.monitoring import health, model_card, provenance
 from flow_grpo.monitoring.dashboard import attempt, explained
 from flow_grpo.run import evaluate, update
 from flow_grpo.run.run import Run
-from flow_grpo.run.save import export, load_best_state, save
+from flow_grpo.run.save import export, go_back_to_epoch_start, load_best_state, save
 from flow_grpo.weights import fsdp_utils
 
 # Each roll-back halves the learning rate.
@@ -199,18 +199,20 @@ def save_and_stop(run: Run) -> None:
 
 
 def conclude_after_signal(run: Run) -> str:
-    """Save the epochs that are completed, if the weights are still theirs. Returns what to tell the user.
+    """Save the epochs that are completed, if the weights are still theirs or can be made theirs again. Returns what to
+    tell the user.
 
     Ranks may have stopped in different places, so that nothing is exchanged here: the main rank saves alone. Sharded
     weights are not all on it, and stay as the last checkpoint has them.
     """
     name = signals.received.name or "another rank's signal"
     has_moved = run.step != run.first_step
+    number = run.epoch + 1
+    dropped = f"; epoch {number} is dropped, for there was no time to end it" if has_moved else ""
     is_sharded = fsdp_utils.is_sharded(run.model.network)
     if distributed.is_main():
         distributed.withdraw()
-        if run.epoch > run.saved_epoch and not has_moved and not is_sharded:
+        has_completed_weights = not has_moved or go_back_to_epoch_start(run)
+        if run.epoch > run.saved_epoch and has_completed_weights and not is_sharded:
             save(run)
-    number = run.epoch + 1
-    dropped = f"; epoch {number} is dropped, for there was no time to end it" if has_moved else ""
     return f"stopped by {name} after {run.epoch} epochs{dropped}; {folders.resume_hint(run.folder)}"

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers import DiffusionPipeline
@@ -33,6 +33,13 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.settings.sections import Config
 from flow_grpo.weights import fsdp_utils, policies
 from flow_grpo.weights.ema import Ema
+
+
+class EpochStart(NamedTuple):
+    """Copy of the training state before an epoch's first optimizer step."""
+
+    tensors: dict[str, Tensor]  # as `save.state` names them, in host memory
+    reference_moves: int
 
 
 @dataclass
@@ -62,6 +69,7 @@ class Run:
     epoch: int = 0  # epochs completed  <- log_epoch, resume
     step: int = 0  # optimizer steps  <- optimizer_step, resume
     first_step: int = 0  # optimizer steps when this epoch began  <- log_epoch, resume
+    epoch_start: EpochStart | None = None  # to go back to after a signal; None = no copy  <- keep_epoch_start
     saved_epoch: int = 0  # epochs completed when the last checkpoint was written  <- save, resume
     stopped: bool = False  # whether the run ends with this epoch  <- log_epoch, _stop
     epoch_began_s: float = field(default_factory=time.monotonic)  # the clock  <- log_epoch

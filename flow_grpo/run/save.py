@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from flow_grpo.base import distributed
+from flow_grpo.base import distributed, signals
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints, exports
 from flow_grpo.command_line.checks import evaluates
 from flow_grpo.monitoring.dashboard import explained
-from flow_grpo.run.run import Run
+from flow_grpo.run.run import EpochStart, Run
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
 from flow_grpo.weights import finite, fsdp_utils, offload, policies
@@ -91,6 +91,35 @@ def state_after_failure(run: Run) -> str:
     weights = f"the weights were spoilt before it: {problem}" if problem else "it has moved no weight"
     last = checkpoints.newest_in_words(checkpoints.find_newest(run.folder / "checkpoints"))
     return f", which was not made; {weights}; {last}"
+
+
+def keep_epoch_start(run: Run) -> None:
+    """Before an epoch's first optimizer step, copy the state into the main rank's memory, so that a signal later in the
+    epoch costs no earlier one.
+
+    For adapters alone, whose state is small, and where no checkpoint holds it. Other ranks have the same weights.
+    """
+    run.epoch_start = None
+    is_in_checkpoint = run.epoch == run.saved_epoch
+    if is_in_checkpoint or not signals.received.can_listen or not distributed.is_main():
+        return
+    if run.config.lora.rank and not fsdp_utils.is_sharded(run.model.network):
+        offload.reload_optimizer_state(run.optimizer)
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in state(run).items()}
+        run.epoch_start = EpochStart(copies, run.reference.num_moves if run.reference else 0)
+
+
+def go_back_to_epoch_start(run: Run) -> bool:
+    """Undo this epoch's optimizer steps, if a copy was kept; return whether it was."""
+    if run.epoch_start is None:
+        return False
+    offload.reload_optimizer_state(run.optimizer)
+    for name, tensor in state(run).items():
+        tensor.copy_(run.epoch_start.tensors[name])
+    if run.reference:
+        run.reference.num_moves = run.epoch_start.reference_moves
+    run.step = run.first_step
+    return True
 
 
 def load_export(run: Run, folder: Path) -> None:

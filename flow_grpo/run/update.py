@@ -143,6 +143,8 @@ def optimizer_step(run: Run) -> None:
     grad_norm = fsdp_utils.clip_grad_norm(parameters, run.config.train.max_grad_norm)
     if not grad_norm.isfinite():
         _raise_not_finite(run, grad_norm)
+    if run.step == run.first_step:
+        save.keep_epoch_start(run)
     move_weights(run)
     run.optimizer.zero_grad()
     run.step += 1
