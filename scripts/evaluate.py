@@ -165,7 +165,7 @@ from flow_grpo.evaluation.estimates import Estimate
 from flow_grpo.evaluation.policies_to_compare import Candidate
 from flow_grpo.monitoring import progress, run_history
 from flow_grpo.monitoring.dashboard import attempt, plain, say
-from flow_grpo.monitoring.plots import contact_sheet
+from flow_grpo.monitoring.sheets import contact_sheet
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.weights import policies, quantisation

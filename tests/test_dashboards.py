@@ -26,7 +26,7 @@ from flow_grpo.base.pixels import to_uint8
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import Split
 from flow_grpo.evaluation.evaluation import Scores
-from flow_grpo.monitoring import dashboard, plots, progress, trackers
+from flow_grpo.monitoring import dashboard, plots, progress, sheets, trackers
 from flow_grpo.monitoring.dashboard import Dashboard
 from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.settings.sections import Config, Train
@@ -309,9 +309,9 @@ def test_a_sheet_shows_images_enlarged_or_shrunk_which_wandb_has_whole(tmp_path,
     board.log_images(random_images(6), ["a red circle"] * 6, torch.arange(6), epoch=10, step=20)
     sent = tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.png")
     assert [Image.open(path).size for path in sent] == [(64, 64)] * 6
-    sheet = plots.evaluations(tmp_path)[10]
+    sheet = sheets.evaluations(tmp_path)[10]
     assert Image.open(sheet).size == (14 + 4 * (128 + 14), 14 + 2 * (128 + 4 + 2 * 15 + 14))
-    pictures, captions, rewards = zip(*plots.panel_pictures(sheet))
+    pictures, captions, rewards = zip(*sheets.panel_pictures(sheet))
     assert set(captions) == {"a red circle"}
     assert rewards == ("0.000", "1.000", "2.000", "3.000", "4.000", "5.000")
     assert np.array_equal([np.asarray(picture)[1::2, ::2] for picture in pictures], to_uint8(random_images(6)))
@@ -342,12 +342,12 @@ def test_samples_pair_no_evaluations_that_were_made_in_different_ways(tmp_path, 
     for epoch in (0, 10, 20):
         board.log_images(random_images(1, seed=epoch), ["a red circle"], [0.1], epoch=epoch, step=epoch)
     board.truncate(20, kinds={"eval"})
-    assert [*plots.evaluations(tmp_path)] == [0, 10, 20]
+    assert [*sheets.evaluations(tmp_path)] == [0, 10, 20]
     dashboard.plot_samples(tmp_path, since=10)
     first = Image.open(tmp_path / "samples.png").getpixel((14 + 128 + 14, 14 + 15 + 14))
     assert list(first) == to_uint8(random_images(1, seed=10))[0, 0, 0].tolist()
     board.truncate(20)  # the way of evaluating has changed, so the line of epoch 20 goes
-    assert [*plots.evaluations(tmp_path)] == [0, 10]
+    assert [*sheets.evaluations(tmp_path)] == [0, 10]
     dashboard.plot_samples(tmp_path, since=20)
     assert not (tmp_path / "samples.png").exists(), "there is nothing to compare yet"
     dashboard.plot_samples(tmp_path, since=20)

@@ -18,7 +18,7 @@ from flow_grpo.data import preferences
 from flow_grpo.data.prompts import load_file, load_prompts
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.monitoring import plots
+from flow_grpo.monitoring import sheets
 from flow_grpo.rewards import detection
 from flow_grpo.rewards import edits as reward
 
@@ -157,8 +157,8 @@ def test_every_algorithm_trains_on_sources_and_shows_them(name, tmp_path):
     folder = train(name, tmp_path / "runs", **how)
     updates = lines_of(folder, "update")
     assert updates[0].get("parity/log_prob_abs_diff_max", 0.0) == 0
-    (sheet, *_) = plots.evaluations(folder).values()
-    shown = {caption: picture for picture, caption, _ in plots.panel_pictures(sheet)}
+    (sheet, *_) = sheets.evaluations(folder).values()
+    shown = {caption: picture for picture, caption, _ in sheets.panel_pictures(sheet)}
     captions = dict(zip(captions_of(PROMPTS["validation"]), PROMPTS["validation"], strict=True))
     assert len(captions) > len({prompt.text for prompt in captions.values()})
     caption, picture = next((caption, picture) for caption, picture in shown.items() if caption in captions)

@@ -22,7 +22,7 @@ from flow_grpo.base.pixels import from_picture
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.evaluation.evaluation import spread
-from flow_grpo.monitoring import plots
+from flow_grpo.monitoring import sheets
 
 WINDOW = "shapes_qwenimage"
 BRANCHES = "shapes_qwenimage_pr"
@@ -175,7 +175,7 @@ def test_golden_first_losses(name, tmp_path):
 def test_pictures_of_an_evaluation_have_their_own_prompts_and_scores_below_them(recorded):
     """Weights that a run leaves score what it logged: test_models.py, test_evaluation.py."""
     shown = spread(prompts.load_prompts("dataset/shapes", "validation"), FEW["eval__num_prompts"])
-    pictures, captions, scores = zip(*plots.panel_pictures(plots.evaluations(recorded("window").folder)[0]))
+    pictures, captions, scores = zip(*sheets.panel_pictures(sheets.evaluations(recorded("window").folder)[0]))
     assert list(captions) == [prompt.text for prompt in shown]
     measured = redness(torch.stack([from_picture(picture) for picture in pictures]), None, None)
     assert measured.tolist() == pytest.approx([float(score) for score in scores], abs=7e-4)  # of three digits

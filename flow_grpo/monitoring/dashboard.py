@@ -20,7 +20,8 @@ from flow_grpo.base.errors import WriteFailed
 from flow_grpo.base.formatting import in_one_line
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.monitoring import progress, provenance, report, trackers
-from flow_grpo.monitoring.plots import Cell, Sheet, contact_sheet, evaluations, plot_reward, plot_samples, read_metrics
+from flow_grpo.monitoring.plots import plot_reward, read_metrics
+from flow_grpo.monitoring.sheets import Cell, Sheet, contact_sheet, evaluations, plot_samples
 from flow_grpo.settings.sections import Config
 
 

@@ -1,13 +1,12 @@
-"""Pictures of a run, drawn from its folder alone: reward.png, samples.png and the contact sheets of images/."""
+"""Curves of a run, drawn from its metrics.jsonl: reward.png, and the panels of the report."""
 
 import io
 import itertools
 import json
 import math
 import re
-import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,14 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
-from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
 
 from flow_grpo import rewards
-from flow_grpo.base import folders, pictures
+from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted
-from flow_grpo.base.pixels import to_pictures
 from flow_grpo.settings.sections import Config
 
 STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
@@ -34,11 +29,6 @@ BLUE = "#2f6db5"
 ORANGE = "#e07b28"
 INK = "#222222"
 GREY = "#777777"
-FONT = ImageFont.load_default(12)
-# Pixels: between tiles and at the page's edge, of a line of text, and between a picture and its text.
-GAP = 14
-LINE_HEIGHT = 15
-PICTURE_MARGIN = 4
 
 
 class LineStyle(NamedTuple):
@@ -72,53 +62,6 @@ KINDS = {"reward": "training", "eval": "evaluation", "test": "test"}
 SPREADS = f"({'|'.join(rewards.GROUP_FIGURES)}|std_error)$"
 # Texts in a line of metrics.jsonl: kind, time of writing (ISO 8601, UTC), and a sentence per alarm, a line each.
 TEXTS = ("kind", "written_at", "alarms")
-
-
-class Cell(NamedTuple):
-    """Entry of the .json beside a contact sheet, about one of its pictures."""
-
-    caption: str
-    reward: str
-    box: list[int]  # left, top, right, bottom
-
-
-class Cells(NamedTuple):
-    """The .json beside a contact sheet."""
-
-    cells: list[dict]  # of each picture the fields of Cell
-
-
-class Sheet(NamedTuple):
-    """Contact sheet, not written yet."""
-
-    page: Image.Image
-    cells: list[Cell]
-
-
-class Panel(NamedTuple):
-    """Picture of a contact sheet."""
-
-    picture: Image.Image
-    caption: str
-    reward: str
-
-
-class Tile(NamedTuple):
-    """Part of a page: a picture or none, with text under it."""
-
-    picture: Image.Image | None
-    lines: list[str]  # in black
-    figure: str = ""  # one more line, in blue
-
-    @property
-    def height(self) -> int:
-        """Height in pixels."""
-        height = LINE_HEIGHT * len(self.lines)
-        if self.figure:
-            height += LINE_HEIGHT
-        if self.picture:
-            height += self.picture.height + PICTURE_MARGIN
-        return height
 
 
 def read_metrics(run_dir: Path | str) -> list[dict]:
@@ -228,128 +171,6 @@ def _reward_names(records: Sequence[dict], config: Config) -> list[str]:
         if is_mean and rewards.display_name(name, config.reward_fn) == name:
             names.add(name)
     return sorted(names)
-
-
-def fit(picture: Image.Image) -> Image.Image:
-    """Enlarge to 128 px or more by whole pixels, or shrink to 256 px or less."""
-    side = max(picture.size)
-    resampling = Image.Resampling.NEAREST
-    factor: float = math.ceil(128 / side)
-    if side > 256:
-        resampling = Image.Resampling.LANCZOS
-        factor = 256 / side
-    return picture.resize((round(picture.width * factor), round(picture.height * factor)), resampling)
-
-
-def contact_sheet(images: Tensor, captions: Sequence[str], scores: Iterable[float] | None = None) -> Sheet:
-    """Draw images [N, 3, H, W] in [0, 1] in about twice as many columns as rows, caption and score under each."""
-    figures = [""] * len(captions)
-    if scores is not None:
-        figures = [f"{float(score):.3f}" for score in scores]
-    tiles = []
-    for image, caption, figure in zip(to_pictures(images), captions, figures, strict=True):
-        picture = fit(image)
-        tiles.append(Tile(picture, wrap(caption, picture.width), figure))
-    page, boxes = draw_tiles(tiles, columns=math.ceil(math.sqrt(2 * len(tiles))))
-    return Sheet(page, list(map(Cell, captions, figures, boxes)))
-
-
-def evaluations(run_dir: Path | str) -> dict[int, Path]:
-    """Return the contact sheets of images/, by the number of epochs before their evaluation."""
-    sheets = {}
-    for sheet in sorted(Path(run_dir, "images").glob("eval_[0-9]*.png")):
-        # A user may put other pictures beside them.
-        if sheet.with_suffix(".json").exists():
-            sheets[int(sheet.stem.removeprefix("eval_"))] = sheet
-    return sheets
-
-
-def panel_pictures(sheet: Path) -> list[Panel]:
-    """Return the pictures of a contact sheet. Raises UserError for a damaged sheet."""
-    try:
-        page = pictures.upright(sheet)
-    except pictures.Unreadable as error:
-        raise UserError(f"{sheet} {error}") from error
-    file = sheet.with_suffix(".json")
-    panels = []
-    for fields in folders.read_record(Cells, file).cells:
-        cell = folders.record_of(Cell, fields, file)
-        if not _is_in(page, cell.box):
-            raise UserError(f"{file} is damaged: box is {quoted(cell.box)}, on a page of {page.width} x {page.height}")
-        left, top, right, bottom = cell.box
-        panels.append(Panel(page.crop((left, top, right, bottom)), cell.caption, cell.reward))
-    return panels
-
-
-def _is_in(page: Image.Image, box: list[int]) -> bool:
-    if len(box) != 4:
-        return False
-    left, top, right, bottom = box
-    return 0 <= left < right <= page.width and 0 <= top < bottom <= page.height
-
-
-def plot_samples(run_dir: Path | str, since: int = 0) -> None:
-    """Draw samples.png: each prompt's image at the first and at the last evaluation, once there is one.
-
-    Evaluations before epoch `since` were made in another way: they are left out, and a picture of them alone goes.
-    """
-    file = Path(run_dir, "samples.png")
-    sheets = {epochs: sheet for epochs, sheet in evaluations(run_dir).items() if epochs >= since}
-    if not sheets:
-        if since:
-            file.unlink(missing_ok=True)
-        return
-    first = min(sheets)
-    last = max(sheets)
-    # Each prompt has three tiles: its text and two pictures.
-    tiles = []
-    for before, after in zip(panel_pictures(sheets[first]), panel_pictures(sheets[last])):
-        if before.caption == after.caption:
-            tiles.append(Tile(None, wrap(before.caption, before.picture.width)))
-            tiles.append(Tile(before.picture, [], before.reward))
-            tiles.append(Tile(after.picture, [], after.reward))
-    titles = [Tile(None, [""]), Tile(None, [f"after {first} epochs"]), Tile(None, [f"after {last} epochs"])]
-    prompts_per_row = 1 if len(tiles) <= 3 * 4 else 2
-    page, _ = draw_tiles(titles * prompts_per_row + tiles, columns=3 * prompts_per_row)
-    with folders.published(file) as scratch:
-        page.save(scratch, "png")
-
-
-def wrap(text: str, width: int) -> list[str]:
-    """Break a text into up to four lines that fit into `width` pixels."""
-    return textwrap.wrap(str(text), int(width / FONT.getlength("e")), max_lines=4, placeholder=" ...")
-
-
-def draw_tiles(tiles: Sequence[Tile], columns: int) -> tuple[Image.Image, list[list[int]]]:
-    """Draw tiles row by row on a white page. Returns it, and left, top, right, bottom of each picture."""
-    columns = min(columns, len(tiles))
-    rows = [tiles[i : i + columns] for i in range(0, len(tiles), columns)]
-    width = max((tile.picture.width for tile in tiles if tile.picture), default=128)
-    heights = []
-    for row in rows:
-        heights.append(max(tile.height for tile in row))
-    page = Image.new("RGB", (GAP + columns * (width + GAP), GAP + sum(heights) + GAP * len(rows)), "white")
-    boxes = []
-    top = GAP
-    for row, height in zip(rows, heights):
-        for column, tile in enumerate(row):
-            left = GAP + column * (width + GAP)
-            if tile.picture:
-                boxes.append([left, top, left + tile.picture.width, top + tile.picture.height])
-            _draw_tile(page, tile, left, top)
-        top += height + GAP
-    return page, boxes
-
-
-def _draw_tile(page: Image.Image, tile: Tile, left: int, top: int) -> None:
-    if tile.picture:
-        page.paste(tile.picture, (left, top))
-        top += tile.picture.height + PICTURE_MARGIN
-    draw = ImageDraw.Draw(page)
-    for line in tile.lines:
-        draw.text((left, top), line, INK, FONT)
-        top += LINE_HEIGHT
-    draw.text((left, top), tile.figure, BLUE, FONT)
 
 
 def draw_lines(axes: Axes, lines: Sequence[Line | None], limit: float | None = None) -> None:

@@ -48,7 +48,7 @@ from PIL import Image
 
 from flow_grpo.base import folders
 from flow_grpo.base.metric_table import METRICS, NOT_DRAWN, Metric, explain
-from flow_grpo.monitoring import health, plots
+from flow_grpo.monitoring import health, plots, sheets
 from flow_grpo.monitoring.run_history import RunHistory, changed_settings, read_run, summary
 
 # Row of the table of metrics for a name that has none.
@@ -152,13 +152,13 @@ def _alarms_of(line: dict, run: RunHistory) -> list[str]:
 
 def moments(run: RunHistory) -> dict[str, list[Picture]]:
     """Return the pictures of evenly spread evaluations, the first and the last among them, by their titles."""
-    sheets = list(plots.evaluations(run.folder).items())
-    numbers = np.linspace(0, len(sheets) - 1, min(len(sheets), MOST_EVALUATIONS)).round().astype(int)
+    evaluations = list(sheets.evaluations(run.folder).items())
+    numbers = np.linspace(0, len(evaluations) - 1, min(len(evaluations), MOST_EVALUATIONS)).round().astype(int)
     evaluated = {}
     for number in numbers:
-        epochs, sheet = sheets[number]
+        epochs, sheet = evaluations[number]
         pictures = []
-        for picture, caption, reward in plots.panel_pictures(sheet):
+        for picture, caption, reward in sheets.panel_pictures(sheet):
             pictures.append(Picture(data_address(picture), caption, reward))
         evaluated[f"after {epochs} epochs"] = pictures
     return evaluated

@@ -18,7 +18,7 @@ from flow_grpo.base import alerts, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.monitoring import provenance
-from flow_grpo.monitoring.plots import Sheet
+from flow_grpo.monitoring.sheets import Sheet
 from flow_grpo.settings.sections import Config
 
 # Axes of curves, which have no group.
