@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline
 from huggingface_hub import snapshot_download
 from torch import Tensor
@@ -118,7 +117,7 @@ class FlowModel(ABC):
     @classmethod
     def empty_transformer(cls, folder: str) -> torch.nn.Module:
         """Make the transformer of a folder or hub id, with meta weights and real position tables."""
-        with loading.foreign(folder, "transformer/config.json"), init_empty_weights():
+        with loading.foreign(folder, "transformer/config.json"), loading.empty_weights():
             config = cls.TRANSFORMER.load_config(locations.resolve(folder), subfolder="transformer")
             return cls.TRANSFORMER.from_config(config)
 

@@ -13,7 +13,9 @@ import diffusers
 import numpy as np
 import torch
 import transformers
+from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.models.modeling_utils import no_init_weights
 
 from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import RunFailed, UserError
@@ -29,6 +31,16 @@ if not sys.stderr.isatty():
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
 EULER = FlowMatchEulerDiscreteScheduler.__name__
 NUM_TIMESTEPS = 1000  # timestep = 1000 * sigma
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Give modules that are made in this block real buffers, and weights on the meta device.
+
+    Weights without values need no initial ones: to draw them takes most of the time.
+    """
+    with init_empty_weights(), no_init_weights():
+        yield
 
 
 def pipeline_name(folder: str) -> str:

@@ -156,7 +156,8 @@ def plot_reward(records: Sequence[dict], config: Config, file: Path) -> bool:
             axes.legend(frameon=False, fontsize=7, handlelength=3)
             # The axis' power of ten would stand in the title's way.
             axes.yaxis.get_offset_text().set(x=1, ha="right")
-            axes.set_title(name, loc="left", fontweight="bold", color=INK)
+            # Given the title's place, matplotlib need not lay out all ticks to find out what is in its way.
+            axes.set_title(name, loc="left", y=1.0, fontweight="bold", color=INK)
         with folders.published(file) as scratch:
             figure.savefig(scratch, format=file.suffix.removeprefix("."))
     return True

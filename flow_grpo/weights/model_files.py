@@ -4,6 +4,7 @@ whole. Only the headers of weights are read.
 A model on the hub is checked only if the cache is offline: otherwise the hub has what the cache lacks.
 """
 
+import functools
 import json
 import logging
 import re
@@ -15,7 +16,6 @@ from typing import NamedTuple
 import diffusers
 import torch
 import transformers
-from accelerate import init_empty_weights
 from huggingface_hub import constants, try_to_load_from_cache
 
 from flow_grpo.base import folders, locations
@@ -160,12 +160,13 @@ def _json_problem(path: Path) -> str:
 def _check_frozen(folder: Path, part: Part) -> None:
     """Raises UserError for weights of a text encoder or a VAE that are missing, not whole, quantised already, or not
     those of its class."""
-    config = folders.read_json(folder / "config.json")
+    config_file = folder / "config.json"
+    config = folders.read_json(config_file)
     quantisation = config.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
         raise UserError(
-            f"{in_one_line(folder / 'config.json')} says that its weights are quantised ({quoted(method)}), which is "
+            f"{in_one_line(config_file)} says that its weights are quantised ({quoted(method)}), which is "
             "not supported: take the model's published weights"
         )
     name = WEIGHTS[part.library]
@@ -181,7 +182,7 @@ def _check_frozen(folder: Path, part: Part) -> None:
     for file in safetensors_reader.weight_files(folder, name):
         shapes |= safetensors_reader.header_of(file).shapes
     with loading.foreign(str(folder), "config.json"):
-        lacking = LACKING[part.library](folder, part.class_name, shapes)
+        lacking = _lacking(folder, part, config_file.read_bytes(), tuple(shapes.items()))
     if lacking:
         raise UserError(
             f"{in_one_line(folder)} does not hold this {part.class_name}: missing, or of another shape: "
@@ -189,11 +190,21 @@ def _check_frozen(folder: Path, part: Part) -> None:
         )
 
 
+@functools.lru_cache(maxsize=32)
+def _lacking(folder: Path, part: Part, config: bytes, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> list[str]:
+    """Return the names of a part's weights that are not stored, or in another shape.
+
+    A process that compares several policies of one model asks once for each. A changed config or file of weights is
+    another question.
+    """
+    return LACKING[part.library](folder, part.class_name, dict(shapes))
+
+
 def _lacking_in_diffusers(folder: Path, class_name: str, shapes: Shapes) -> list[str]:
     """Return the names of a class's weights that are not stored, or in another shape. As in diffusers, stored weights
     that the class does not have are ignored."""
     family = getattr(diffusers, class_name)
-    with init_empty_weights():
+    with loading.empty_weights():
         wanted = family.from_config(family.load_config(folder)).state_dict()
     return sorted(name for name, weight in wanted.items() if shapes.get(name) != tuple(weight.shape))
 
