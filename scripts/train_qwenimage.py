@@ -101,6 +101,7 @@ def add_gradients(run: Run, rows: StepRows) -> None:
     surrogate = OBJECTIVES[train.objective].function(step, rows, advantages, train)
     loss = rows.step_weights * surrogate.loss
     run.meter.add(policy_loss=loss, **surrogate.metrics)
+    kl = None
     if reference is not None:
         kl = losses.gaussian_kl(step.prev_sample_mean, reference.prev_sample_mean, step.transition_std)
         run.meter.add(kl_reference=kl)
@@ -111,7 +112,7 @@ def add_gradients(run: Run, rows: StepRows) -> None:
     log_ratio = surrogate.log_ratio
     if log_ratio is None:
         log_ratio = step.log_prob - rows.log_probs
-    record_ratios(run, step, rows, log_ratio, surrogate.beyond)
+    record_ratios(run, step, rows, log_ratio, surrogate.beyond, kl)
 
     # Weighted by rows.loss_weight, and divided by the rows of the whole update: minibatches add up to its mean.
     backward(run, loss, rows)

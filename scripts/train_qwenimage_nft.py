@@ -32,7 +32,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
-from flow_grpo.run.update import backward, optimizer_step, update_guidance, updates
+from flow_grpo.run.update import backward, optimizer_step, record_by_step, update_guidance, updates
 from flow_grpo.settings import declared
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 
@@ -139,7 +139,9 @@ def add_gradients(run: Run, rows: ImageRows) -> None:
     if train.flow_matching_weight:
         error = losses.self_normalised_error(velocity, x_t, rows.x_0, step.sigma)
         loss = loss + losses.NFT_FACTOR * train.flow_matching_weight * error
-    run.meter.add(policy_loss=loss, old_distance=(velocity - old).square(), **surrogate.metrics)
+    old_distance = (velocity - old).square()
+    run.meter.add(policy_loss=loss, old_distance=old_distance, **surrogate.metrics)
+    record_by_step(run, rows, policy_loss=loss, old_distance=old_distance.flatten(1).mean(1))
     if reference is not None:
         loss = loss + train.beta * reference_distance(run, velocity, reference)
     if surrogate.log_ratio is not None:

@@ -28,7 +28,7 @@ from flow_grpo.data.prompts import Split
 from flow_grpo.evaluation.evaluation import Scores
 from flow_grpo.monitoring import dashboard, plots, progress, sheets, trackers
 from flow_grpo.monitoring.dashboard import Dashboard
-from flow_grpo.monitoring.metrics import Meter
+from flow_grpo.monitoring.metrics import Meter, RowValues, by_step, gather_rows
 from flow_grpo.settings.sections import Config, Train
 
 CONFIG = Config(
@@ -93,6 +93,25 @@ def test_meter_resolves_the_spread_of_a_ratio_near_one():
     assert meter.pop(over_ranks)["ratio_std"] != 0
 
 
+def test_values_of_rows_are_averaged_for_each_denoising_step():
+    """Five rows in two minibatches; their timesteps are those of steps 0 and 2 but for rounding."""
+    levels = torch.tensor([1000.0, 800.0, 500.0])
+    of_two = {"ratio": torch.tensor([1.0, 3.0]), "kl": torch.tensor([0.5, 4.0])}
+    of_three = {"ratio": torch.tensor([1.0, 1.0, 2.0]), "kl": torch.tensor([2.0, 1.5, 0.0])}
+    first = RowValues(torch.tensor([1000.0, 500.1]), of_two)
+    second = RowValues(torch.tensor([500.0, 999.9, 499.9]), of_three)
+    rows = gather_rows([first, second])
+    assert rows.values["ratio"].tolist() == [1.0, 3.0, 1.0, 1.0, 2.0]
+    assert by_step(rows, levels) == {
+        "steps/sigma/0": 1.0,
+        "steps/ratio_std/0": 0.0,
+        "steps/kl/0": 1.0,
+        "steps/sigma/2": 0.5,
+        "steps/ratio_std/2": pytest.approx((2 / 3) ** 0.5),
+        "steps/kl/2": 2.0,
+    }
+
+
 def test_a_run_folder_has_config_and_lines_and_wandb_has_them_and_what_config_alert_says(tmp_path, board):
     board.log("update", {"loss": 0.5, "grad_norm": float("nan")}, epoch=0, step=1)
     board.log("eval", {"eval/shapes_accuracy": 0.25}, epoch=1, step=1)
@@ -102,9 +121,12 @@ def test_a_run_folder_has_config_and_lines_and_wandb_has_them_and_what_config_al
     assert abs((datetime.now(UTC) - datetime.fromisoformat(line.pop("written_at"))).total_seconds()) < 3600
     assert line == dict(kind="update", epoch=0, step=1, loss=0.5, grad_norm="nan")
     assert str(dashboard.read_metrics(tmp_path)[0]["grad_norm"]) == "nan"
+    board.log_histogram("reward", torch.tensor([0.25, 0.5]), epoch=1, step=1)
+    board.log_page(Image.new("RGB", (30, 20)), epoch=1, step=1, name="groups")
     assert alerts.send("wandb", "the reward has fallen") == ""
     board.finish()
-    words = b"0.00037", b"num_epochs", b"eval/shapes_accuracy", b"train/grad_norm", b"the reward has fallen"
+    words = [b"0.00037", b"num_epochs", b"eval/shapes_accuracy", b"train/grad_norm", b"the reward has fallen"]
+    words += [b"histograms/reward", b"images/groups"]
     recorded = next(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     deadline = time.monotonic() + 20
     while not all(word in recorded.read_bytes() for word in words):  # its own process writes on after finish
@@ -283,6 +305,9 @@ def test_tensorboard_holds_what_was_logged_without_an_abandoned_future(tmp_path)
     for step in (1, 2, 3):
         board.log("update", {"loss": step / 8}, epoch=step - 1, step=step)
     board.log_images(random_images(2), ["a", "b"], [1.0, 0.5], epoch=3, step=3)
+    board.log_page(Image.new("RGB", (30, 20)), epoch=3, step=3, name="branches")
+    board.log_histogram("reward", torch.tensor([0.25, 0.5, torch.nan]), epoch=3, step=3)
+    board.log_histogram("reward", torch.tensor([torch.nan]), epoch=3, step=4)
     sheet = Image.open(tmp_path / "images" / "eval_000003.png")
     board.finish()
     resumed = Dashboard(tmp_path, config, is_main=True)
@@ -303,6 +328,11 @@ def test_tensorboard_holds_what_was_logged_without_an_abandoned_future(tmp_path)
     assert b"tk_secret" not in text
     (shown,) = first.Images("images/eval")
     assert (shown.step, shown.width, shown.height) == (3, *sheet.size)
+    (page,) = first.Images("images/branches")
+    assert (page.step, page.width, page.height) == (3, 30, 20)
+    (histogram,) = first.Histograms("histograms/reward")
+    values = histogram.histogram_value
+    assert (histogram.step, values.num, values.min, values.max) == (3, 2, 0.25, 0.5)
 
 
 def test_a_sheet_shows_images_enlarged_or_shrunk_which_wandb_has_whole(tmp_path, board):
@@ -320,6 +350,31 @@ def test_a_sheet_shows_images_enlarged_or_shrunk_which_wandb_has_whole(tmp_path,
     assert Image.open(tmp_path / "images" / "masks_000003.png").width == 14 + 256 + 14
     (sent,) = tmp_path.glob("wandb/offline-run-*/files/media/images/images/masks_*.jpg")
     assert Image.open(sent).size == (512, 512)
+
+
+def test_groups_are_rows_with_best_and_worst_marked_and_an_abandoned_future_has_none(tmp_path, board):
+    pictures = [Image.new("RGB", (64, 64), (shade, 0, 0)) for shade in (10, 20, 30)]
+    rows = [
+        sheets.GroupRow(["step 0"], pictures, [0.5, 0.25, float("nan")]),
+        sheets.GroupRow(["step 1"], pictures[:2], [1.0, 1.0]),
+    ]
+    page = sheets.group_sheet(rows)
+    assert page.size == (14 + 4 * (128 + 14), 14 + 2 * (128 + 4 + 15 + 14))
+    row_tops = (14, 14 + 128 + 4 + 15 + 14)
+    columns = [14 + column * (128 + 14) for column in (1, 2, 3)]
+    shades = []
+    for left, top in itertools.product(columns, row_tops):
+        shades.append(page.getpixel((left, top))[0])
+    assert shades == [10, 10, 20, 20, 30, 255]
+    assert [sheets.mark(score, rows[0].scores) for score in rows[0].scores] == [" best", " worst", ""]
+    assert sheets.mark(1.0, rows[1].scores) == ""
+
+    for epoch in (0, 1, 2):
+        board.log_page(page, epoch=epoch, step=epoch, name="branches")
+    (tmp_path / "images" / "branches_of_mine.png").write_bytes(b"")
+    board.truncate(1)
+    assert list(sheets.group_sheets(tmp_path, "branches")) == [0]
+    assert (tmp_path / "images" / "branches_of_mine.png").exists()
 
 
 def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):

@@ -57,6 +57,7 @@ def record(folder, learning_rate, evaluated):
         board.log("update", {"ratio_std": 2e-4 * epoch, "grad_norm": 0.5, "mine": epoch}, epoch=epoch, step=epoch)
         values = {"reward/avg": learning_rate * epoch, "health/reward_drop": 1.0 * epoch, "time/rollout_s": 2.0 + epoch}
         values |= {"reward/zero_std_share": float(epoch >= 6), "health/limits_exceeded": float(epoch >= 8)}
+        values |= {"steps/reward/0": 0.5, "steps/reward/1": learning_rate}
         board.log("epoch", values, epoch=epoch, step=epoch)
     board.finish()
     return folder
@@ -121,6 +122,9 @@ def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without
     assert "which is 3 (- - -)" in text, "the limit of health/reward_drop"
     assert "Constant: grad_norm 0.5" in text
     assert len(page.all("svg")) == len(titles) + 2  # the key's, of each run
+    assert [title for title in titles if title.startswith("steps/")] == ["steps/reward"]
+    panel = page.text.partition("steps/reward over denoising steps")[2].partition("</svg>")[0]
+    assert "denoising step" in panel
     panel = page.text.partition("reward/avg over epochs")[2].partition("</svg>")[0]
     blue = [line for line in panel.split("<path ") if "stroke: #2f6db5" in line]
     orange = [line for line in panel.split("<path ") if "stroke: #e07b28" in line]

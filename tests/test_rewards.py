@@ -323,9 +323,10 @@ def test_a_watched_reward_is_measured_in_evaluations_alone_and_counts_nowhere(sh
     assert evaluation["eval/avg"] == pytest.approx(2 * evaluation["eval/jpeg_compressibility"])
 
 
-def test_branches_are_measured_at_the_first_and_at_the_last_trained_step():
-    """Two trunks, three steps, two branches: first steps differ by 2 and by 4, one of the last two is flat."""
-    scores = torch.tensor([[[1.0, 3.0], [0.0, 9.0], [5.0, 5.0]], [[0.0, 4.0], [0.0, 9.0], [1.0, 2.0]]])
+def test_branches_are_measured_at_each_step():
+    """Two trunks, three steps, two branches: first steps differ by 2 and by 4, one of the last two is flat, and one
+    reward of the second step failed."""
+    scores = torch.tensor([[[1.0, 3.0], [0.0, 9.0], [5.0, 5.0]], [[0.0, 4.0], [torch.nan, 6.0], [1.0, 2.0]]])
     groups = torch.arange(6).view(2, 3, 1).expand(scores.shape)
     config = Config(reward_fn={"a": 1.0})
     by_name = {"avg": scores.flatten(), "a": scores.flatten()}
@@ -335,6 +336,15 @@ def test_branches_are_measured_at_the_first_and_at_the_last_trained_step():
         "reward/first_step_zero_std_share": 0.0,
         "reward/last_step_group_std": 0.25,
         "reward/last_step_zero_std_share": 0.5,
+        "steps/reward/0": 2.0,
+        "steps/reward/1": 5.0,
+        "steps/reward/2": 3.25,
+        "steps/group_std/0": 1.5,
+        "steps/group_std/1": 2.25,
+        "steps/group_std/2": 0.25,
+        "steps/zero_std_share/0": 0.0,
+        "steps/zero_std_share/1": 0.5,
+        "steps/zero_std_share/2": 0.5,
     }
     of_images = run_rewards.Rewards({"avg": torch.zeros(4)}, torch.arange(4), torch.Size([4]))
     assert run_rewards.step_figures(of_images, config) == {}
@@ -352,7 +362,7 @@ def test_the_share_of_flat_groups_counts_what_training_takes_for_flat(aggregatio
     rewards = run_rewards.Rewards(scores, torch.tensor([0, 0, 0, 1, 1, 1]), torch.Size([6]))
     figures = run_rewards.spread_figures(rewards, torch.ones(6, dtype=torch.bool), config)
     assert scores["avg"][:3].unique().numel() > 1
-    assert figures == {"reward/group_std": 0.0, "reward/zero_std_share": share}
+    assert figures == {"group_std": 0.0, "zero_std_share": share}
 
 
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])

@@ -14,7 +14,8 @@ import torch
 import train_qwenimage
 import train_qwenimage_distill
 import warm
-from recorded import redness
+from PIL import Image
+from recorded import EPOCHS, redness
 from refused import assert_refused
 from small import ENV, FEW, ROOT, SCRIPTS, command_of, config_of, lines_of, train
 
@@ -180,6 +181,29 @@ def test_pictures_of_an_evaluation_have_their_own_prompts_and_scores_below_them(
     measured = redness(torch.stack([from_picture(picture) for picture in pictures]), None, None)
     assert measured.tolist() == pytest.approx([float(score) for score in scores], abs=7e-4)  # of three digits
     assert measured.std() > 3e-3
+
+
+def test_a_run_with_branches_logs_each_step_and_draws_the_branches_of_a_trunk(recorded):
+    """The means over steps are the epoch's."""
+    folder = recorded("branches").folder
+    config = json.loads((folder / "config.json").read_text())
+    first = lines_of(folder, "epoch")[0]
+    num_steps = round((config["sample"]["num_steps"] - 1) * config["train"]["timestep_fraction"])
+    for figure in ("reward", "group_std", "ratio_std", "clip_fraction_high", "sigma", "transition_std", "weight"):
+        names = [name for name in first if name.startswith(f"steps/{figure}/")]
+        assert names == [f"steps/{figure}/{step}" for step in range(num_steps)], figure
+    rewards_by_step = [first[f"steps/reward/{step}"] for step in range(num_steps)]
+    assert sum(rewards_by_step) / num_steps == pytest.approx(first["reward/avg"])
+    clipped = [first[f"steps/clip_fraction_high/{step}"] for step in range(num_steps)]
+    of_updates = [line["clip_fraction_high"] for line in lines_of(folder, "update") if line["epoch"] == 0]
+    assert sum(clipped) / num_steps == pytest.approx(sum(of_updates) / len(of_updates))
+    assert first["steps/weight/0"] == pytest.approx(3**0.5 * first["steps/transition_std/0"])
+
+    drawn = sheets.group_sheets(folder, "branches")
+    assert list(drawn) == list(range(EPOCHS)), "no sheet after the last epoch, which draws no rollout"
+    page = Image.open(drawn[0])
+    assert page.width == 14 + (1 + config["sample"]["num_branches"]) * (128 + 14)
+    assert sheets.group_sheets(recorded("window").folder, "groups").keys() == drawn.keys()
 
 
 def test_the_printed_reward_rises_by_updates_of_an_epochs_gradients_alone(capsys, monkeypatch):

@@ -29,8 +29,8 @@ class FirstRatios(NamedTuple):
 @torch.no_grad()
 def add_to_meter(
     meter, log_ratio: Tensor, gap: Tensor, clip_range: float, *, on_policy: bool, beyond: Tensor | None = None
-) -> None:
-    """Add the statistics of a minibatch's ratios to `meter`.
+) -> dict[str, Tensor]:
+    """Add the statistics of a minibatch's ratios to `meter`; return those of each row, [rows] float64 by name.
 
     Args:
         meter: a monitoring.metrics.Meter, which this package may not import.
@@ -46,15 +46,17 @@ def add_to_meter(
     gap = gap.double()
     if beyond is None:
         beyond = (ratio - 1).abs() > clip_range
+    of_rows = {
+        "approx_kl": gap**2 / 2,
+        "clip_fraction_high": (beyond & (ratio > 1)).double(),
+        "clip_fraction_low": (beyond & (ratio < 1)).double(),
+    }
     meter.add_spread(ratio=ratio)
-    meter.add(
-        approx_kl=gap**2 / 2,
-        clip_fraction_high=(beyond & (ratio > 1)).double(),
-        clip_fraction_low=(beyond & (ratio < 1)).double(),
-    )
+    meter.add(**of_rows)
     if on_policy:
         meter.add(**{"parity/log_prob_abs_diff_mean": gap.abs(), "parity/ratio_minus_one_e4": (ratio - 1).abs() * 1e4})
         meter.add_max(**{"parity/log_prob_abs_diff_max": gap.abs()})
+    return of_rows | {"ratio": ratio}
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ NOT_DRAWN = "In metrics.jsonl alone"  # heading of what the page of a run does n
 
 
 def _table() -> dict[str, Metric]:
-    """Return the rows by name. A part <...> of a name stands for any text."""
+    """Return the rows by name. A part <...> of a name stands for any text, <step> for a number."""
     group = ""
     rows = {}
     for line in TABLE.read_text().splitlines():
@@ -59,10 +59,12 @@ def explain(name: str, rewards: Iterable[str] | None = None) -> Metric | None:
 
 def _matches(key: str, name: str, rewards: Iterable[str] | None) -> bool:
     """Return whether a key with <...> describes a name."""
-    pattern = re.escape(key).replace("<name>", "(?P<name>[^/]+)").replace("<tag>", ".+")
+    pattern = re.escape(key).replace("<name>", "(?P<name>[^/]+)").replace("<tag>", ".+").replace("<step>", "[0-9]+")
     match = re.fullmatch(pattern, name)
     if match is None:
         return False
+    if "name" not in match.groupdict():
+        return True
     # Held-out pairs have the metrics of an update.
     if key == "validation/<name>":
         return match["name"] in METRICS

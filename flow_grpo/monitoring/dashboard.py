@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
@@ -21,7 +22,15 @@ from flow_grpo.base.formatting import in_one_line
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.monitoring import progress, provenance, report, trackers
 from flow_grpo.monitoring.plots import plot_reward, read_metrics
-from flow_grpo.monitoring.sheets import Cell, Sheet, contact_sheet, evaluations, plot_samples
+from flow_grpo.monitoring.sheets import (
+    GROUP_SHEETS,
+    Cell,
+    Sheet,
+    contact_sheet,
+    evaluations,
+    group_sheets,
+    plot_samples,
+)
 from flow_grpo.settings.sections import Config
 
 
@@ -122,6 +131,10 @@ class Dashboard:
             for epochs, sheet in evaluations(self.run_dir).items():
                 if epochs > epoch or (epochs == epoch and "eval" not in kinds):
                     sheet.unlink()
+            for name in GROUP_SHEETS:
+                for epochs, sheet in group_sheets(self.run_dir, name).items():
+                    if epochs >= epoch:
+                        sheet.unlink()
             self._recall()
 
     @on_main
@@ -158,6 +171,14 @@ class Dashboard:
         self.latest |= record
         if kind != "update":
             say(self._summary(kind, epoch, values, seconds_left))
+
+    @on_main
+    def log_histogram(self, name: str, values: Tensor, *, epoch: int, step: int) -> None:
+        """Show the distribution of values of any shape in the trackers; those that are not finite are left out."""
+        finite_values = values[values.isfinite()].float().cpu().numpy()
+        if len(finite_values):
+            at = {"epoch": epoch, "step": step}
+            self._track(lambda tracker: tracker.log_histogram(name, finite_values, at, len(self.history)))
 
     def _track(self, call: Callable[[trackers.Wandb | trackers.TensorBoard], None]) -> None:
         """Make a call to each tracker, and drop those that fail: their service may have died."""
@@ -243,6 +264,14 @@ class Dashboard:
         if name == "eval":
             self._draw_report()
 
+    @on_main
+    def log_page(self, page: Image.Image, *, epoch: int, step: int, name: str) -> None:
+        """Show a page of pictures in the trackers and as images/<name>_<epoch>.png."""
+        at = {"epoch": epoch, "step": step}
+        self._track(lambda tracker: tracker.log_page(name, page, at, len(self.history)))
+        file = f"images/{name}_{epoch:06d}.png"
+        self._draw(file, lambda folder: write_page(page, folder / file))
+
     def _draw_report(self) -> None:
         # A tracker shows the same curves, and its failure leaves none.
         if not self.trackers:
@@ -266,8 +295,14 @@ def write_sheet(sheet: Sheet, file: Path) -> None:
     file.parent.mkdir(exist_ok=True)
     cells = list(map(Cell._asdict, sheet.cells))
     folders.write_text(file.with_suffix(".json"), json.dumps({"cells": cells}))
+    write_page(sheet.page, file)
+
+
+def write_page(page: Image.Image, file: Path) -> None:
+    """Write a page as PNG, whole or not at all."""
+    file.parent.mkdir(exist_ok=True)
     with folders.published(file) as scratch:
-        sheet.page.save(scratch, "png")
+        page.save(scratch, "png")
 
 
 def plain(value: Any) -> Any:

@@ -1,10 +1,13 @@
-"""Averages of the numbers that a run logs, between two lines of the log."""
+"""Averages of the numbers that a run logs: between two lines of the log, and by denoising step."""
 
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from flow_grpo.base import distributed
 
 
 class Meter:
@@ -76,3 +79,50 @@ class Meter:
     def _float64(self, value: float | list | Tensor) -> Tensor:
         # The spread of a ratio is 1e-5 around 1, and float32 has no room for its square.
         return torch.as_tensor(value, device=self.device).detach().double()
+
+
+# Values of rows of which trackers show the distribution.
+HISTOGRAMS = ("advantage", "log_ratio")
+
+
+class RowValues(NamedTuple):
+    """Named values of rows that were trained, whose mean is wanted for each denoising step."""
+
+    timesteps: Tensor  # [R] f32, scheduler units (1000 * sigma)
+    values: dict[str, Tensor]  # name -> [R]
+
+
+def gather_rows(parts: list[RowValues]) -> RowValues:
+    """Join the rows of all minibatches and ranks, on the CPU in float64. All have the same names, and all ranks equally
+    many rows."""
+    names = list(parts[0].values)
+    columns = [torch.cat([part.timesteps for part in parts])]
+    for name in names:
+        columns.append(torch.cat([part.values[name] for part in parts]))
+    table = torch.stack([column.double() for column in columns], 1)
+    timesteps, *gathered = distributed.gather(table).cpu().unbind(1)
+    return RowValues(timesteps, dict(zip(names, gathered, strict=True)))
+
+
+def by_step(rows: RowValues, levels: Tensor) -> dict[str, float]:
+    """Return the mean of each value over the rows of each denoising step, as steps/NAME/STEP, the standard deviation
+    for the name "ratio", as steps/ratio_std/STEP, and the noise level of each step that was trained. Names of
+    HISTOGRAMS are left out.
+
+    Args:
+        levels: [S] timesteps of the S denoising steps. A row belongs to the step with the nearest one.
+    """
+    step_of_row = (rows.timesteps[:, None] - levels).abs().argmin(1)
+    figures = {}
+    for step in step_of_row.unique().tolist():
+        chosen = step_of_row == step
+        figures[f"steps/sigma/{step}"] = levels[step].item() / 1000
+        for name, column in rows.values.items():
+            values = column[chosen]
+            if name in HISTOGRAMS:
+                continue
+            if name == "ratio":
+                figures[f"steps/ratio_std/{step}"] = values.std(correction=0).item()
+            else:
+                figures[f"steps/{name}/{step}"] = values.mean().item()
+    return figures

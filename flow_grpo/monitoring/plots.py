@@ -56,6 +56,8 @@ MOST_EPOCHS = 10**9
 LARGEST = float(np.finfo(np.float32).max)
 # Points of a line; more are averaged.
 MOST_POINTS = 200
+# Last epochs whose mean a curve over denoising steps shows.
+STEP_EPOCHS = 10
 # Kinds of figures of a reward, and their labels.
 KINDS = {"reward": "training", "eval": "evaluation", "test": "test"}
 # Names that are no reward's mean.
@@ -132,6 +134,31 @@ def curve(records: Sequence[dict], name: str, label: str, best_by: str = "") -> 
     return Line(label, epochs, values, errors)
 
 
+def step_curve(records: Sequence[dict], figure: str, label: str) -> Line | None:
+    """Return a figure over denoising steps, the mean of the last epochs that have it with its standard error; None if
+    no epoch has it.
+
+    Args:
+        figure: such as "steps/reward", of the names steps/reward/STEP.
+    """
+    values_of: dict[int, list[float]] = {}
+    for line in records:
+        for name, value in line.items():
+            if name.rpartition("/")[0] == figure:
+                step = int(name.rpartition("/")[2])
+                values_of.setdefault(step, []).append(_drawn(value))
+    if not values_of:
+        return None
+    steps = sorted(values_of)
+    means = []
+    errors = []
+    for step in steps:
+        last_values = np.array(values_of[step][-STEP_EPOCHS:])
+        means.append(last_values.mean())
+        errors.append(last_values.std(ddof=1) / math.sqrt(len(last_values)) if len(last_values) > 1 else math.nan)
+    return Line(label, np.array(steps), np.array(means), np.array(errors))
+
+
 def _drawn(value: float) -> float:
     """Return a value as a curve shows it: a gap, NaN, where it is too large for an axis."""
     return value if abs(value) <= LARGEST else math.nan
@@ -174,11 +201,12 @@ def _reward_names(records: Sequence[dict], config: Config) -> list[str]:
     return sorted(names)
 
 
-def draw_lines(axes: Axes, lines: Sequence[Line | None], limit: float | None = None) -> None:
+def draw_lines(axes: Axes, lines: Sequence[Line | None], limit: float | None = None, axis: str = "epoch") -> None:
     """Draw curves over epochs, with bands of a standard error. None leaves out a style, so that a run keeps its own.
 
     Args:
         limit: a level that is drawn across.
+        axis: what the numbers of the horizontal axis count.
     """
     for line, style in zip(lines, itertools.cycle(LINES)):
         if line is None:
@@ -199,20 +227,20 @@ def draw_lines(axes: Axes, lines: Sequence[Line | None], limit: float | None = N
         axes.fill_between(epochs, values - errors, values + errors, color=style.colour, alpha=0.15, linewidth=0)
     if limit is not None:
         axes.axhline(limit, color=GREY, linewidth=0.8, linestyle=(0, (8, 4)))
-    axes.set_xlabel("epoch", labelpad=1)
+    axes.set_xlabel(axis, labelpad=1)
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(color="#e8e8e8")
     axes.margins(x=0.04, y=0.12)
 
 
-def svg_panel(lines: Sequence[Line | None], limit: float | None = None) -> str:
+def svg_panel(lines: Sequence[Line | None], limit: float | None = None, axis: str = "epoch") -> str:
     """Return what `draw_lines` draws as an <svg> element whose text is text."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.6, 2.2))
         # A layout engine would take half the page's time.
         axes = figure.add_axes((0.2, 0.17, 0.77, 0.72))
-        draw_lines(axes, lines, limit)
+        draw_lines(axes, lines, limit, axis)
         return _svg(figure)
 
 

@@ -46,13 +46,15 @@ import jinja2
 import numpy as np
 from PIL import Image
 
-from flow_grpo.base import folders
+from flow_grpo.base import folders, pictures
 from flow_grpo.base.metric_table import METRICS, NOT_DRAWN, Metric, explain
 from flow_grpo.monitoring import health, plots, sheets
 from flow_grpo.monitoring.run_history import RunHistory, changed_settings, read_run, summary
 
 # Row of the table of metrics for a name that has none.
 UNKNOWN = Metric("logged by a script of your own", "", group="Without a row in the table of metrics")
+# Beginning of the names of figures by denoising step.
+OF_STEPS = "steps/"
 # Evaluations whose images are on the page.
 MOST_EVALUATIONS = 12
 
@@ -63,6 +65,7 @@ class Panel(NamedTuple):
     name: str
     metric: Metric
     svg: str
+    axis: str = "epochs"
 
 
 class Picture(NamedTuple):
@@ -77,11 +80,24 @@ def panels(runs: Sequence[RunHistory]) -> dict[str, list[Panel]]:
     """Return the curves of each group of metrics by its title, without those that never change."""
     left_out = set(plots.TEXTS) | constants(runs).keys()
     groups: dict[str, list[Panel]] = {metric.group: [] for metric in (*METRICS.values(), UNKNOWN)}
+    step_figures = set()
     for name in sorted(set().union(*_records(runs)) - left_out):
         metric = described(runs, name)
-        if metric.group != NOT_DRAWN:
+        if name.startswith(OF_STEPS):
+            step_figures.add(name.rpartition("/")[0])
+        elif metric.group != NOT_DRAWN:
             groups[metric.group].append(panel(runs, name, metric))
+    for figure in sorted(step_figures):
+        metric = described(runs, f"{figure}/0")
+        groups[metric.group].append(step_panel(runs, figure, metric))
     return {title: group for title, group in groups.items() if group}
+
+
+def step_panel(runs: Sequence[RunHistory], figure: str, metric: Metric) -> Panel:
+    """Draw a figure of every run over denoising steps, the mean of its last epochs."""
+    lines = [plots.step_curve(run.records, figure, run.label) for run in runs]
+    metric = metric._replace(meaning=f"{metric.meaning}; mean of the last {plots.STEP_EPOCHS} epochs")
+    return Panel(figure, metric, plots.svg_panel(lines, axis="denoising step"), "denoising steps")
 
 
 def _records(runs: Sequence[RunHistory]) -> Iterator[dict]:
@@ -102,7 +118,8 @@ def constants(runs: Sequence[RunHistory]) -> dict[str, float]:
     values = defaultdict(list)
     for record in _records(runs):
         for name in record.keys() - {*plots.TEXTS, "epoch", "step"}:
-            values[name].append(record[name])
+            if not name.startswith(OF_STEPS):
+                values[name].append(record[name])
     unchanged = {}
     for name, column in sorted(values.items()):
         if len(column) > 1 and len(set(column)) == 1:
@@ -157,10 +174,10 @@ def moments(run: RunHistory) -> dict[str, list[Picture]]:
     evaluated = {}
     for number in numbers:
         epochs, sheet = evaluations[number]
-        pictures = []
+        shown = []
         for picture, caption, reward in sheets.panel_pictures(sheet):
-            pictures.append(Picture(data_address(picture), caption, reward))
-        evaluated[f"after {epochs} epochs"] = pictures
+            shown.append(Picture(data_address(picture), caption, reward))
+        evaluated[f"after {epochs} epochs"] = shown
     return evaluated
 
 
@@ -184,6 +201,17 @@ def data_address(picture: Image.Image) -> str:
     return f"data:image/webp;base64,{encoded}"
 
 
+def newest_sheets(run: RunHistory) -> dict[str, str]:
+    """Return the last sheets of branches and of groups, as `data_address`, by their titles."""
+    addresses = {}
+    for name in sheets.GROUP_SHEETS:
+        drawn = sheets.group_sheets(run.folder, name)
+        if drawn:
+            epoch = max(drawn)
+            addresses[f"{name} of epoch {epoch + 1}"] = data_address(pictures.upright(drawn[epoch]))
+    return addresses
+
+
 def page(runs: Sequence[RunHistory]) -> str:
     """Return the whole page. Everything that comes from a run is escaped."""
     template = Path(__file__).parents[1] / "assets" / "report.html"
@@ -205,6 +233,7 @@ def page(runs: Sequence[RunHistory]) -> str:
         constants=constants(runs),
         by_prompt=side_by_side(pages),
         runs=pages,
+        newest_sheets=newest_sheets,
         settings=changed_settings(runs),
     )
 

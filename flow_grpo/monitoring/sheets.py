@@ -21,6 +21,8 @@ FONT = ImageFont.load_default(12)
 GAP = 14
 LINE_HEIGHT = 15
 PICTURE_MARGIN = 4
+# Sheets of images that compete, which epochs with an evaluation draw.
+GROUP_SHEETS = ("branches", "groups")
 
 
 class Cell(NamedTuple):
@@ -94,6 +96,38 @@ def contact_sheet(images: Tensor, captions: Sequence[str], scores: Iterable[floa
     return Sheet(page, list(map(Cell, captions, figures, boxes)))
 
 
+class GroupRow(NamedTuple):
+    """Row of a sheet of images that compete."""
+
+    title: list[str]  # lines of text in its first column
+    pictures: list[Image.Image]
+    scores: list[float]  # of each picture; NaN where a reward failed
+
+
+def group_sheet(rows: Sequence[GroupRow]) -> Image.Image:
+    """Draw a row for each group: its title, then its pictures with their scores, the best and the worst marked."""
+    columns = 1 + max(len(row.pictures) for row in rows)
+    tiles = []
+    for row in rows:
+        width = fit(row.pictures[0]).width
+        tiles.append(Tile(None, [line for text in row.title for line in wrap(text, width)]))
+        for picture, score in zip(row.pictures, row.scores, strict=True):
+            tiles.append(Tile(fit(picture), [], f"{score:.3f}{mark(score, row.scores)}"))
+        tiles += [Tile(None, [])] * (columns - 1 - len(row.pictures))
+    page, _ = draw_tiles(tiles, columns)
+    return page
+
+
+def mark(score: float, scores: Sequence[float]) -> str:
+    """Return what is written after a score that is its group's best or worst."""
+    finite_scores = [other for other in scores if math.isfinite(other)]
+    if len(set(finite_scores)) < 2:
+        return ""
+    if score == max(finite_scores):
+        return " best"
+    return " worst" if score == min(finite_scores) else ""
+
+
 def evaluations(run_dir: Path | str) -> dict[int, Path]:
     """Return the contact sheets of images/, by the number of epochs before their evaluation."""
     sheets = {}
@@ -102,6 +136,17 @@ def evaluations(run_dir: Path | str) -> dict[int, Path]:
         if sheet.with_suffix(".json").exists():
             sheets[int(sheet.stem.removeprefix("eval_"))] = sheet
     return sheets
+
+
+def group_sheets(run_dir: Path | str, name: str) -> dict[int, Path]:
+    """Return the sheets of images/ that have a name of GROUP_SHEETS, by the number of epochs before the one that they
+    show."""
+    found = {}
+    for sheet in sorted(Path(run_dir, "images").glob(f"{name}_[0-9]*.png")):
+        number = sheet.stem.removeprefix(f"{name}_")
+        if number.isdecimal():
+            found[int(number)] = sheet
+    return found
 
 
 def panel_pictures(sheet: Path) -> list[Panel]:

@@ -25,6 +25,8 @@ from flow_grpo.settings.sections import Config
 AXES = ("epoch", "step")
 # Values of WANDB_MODE.
 SENDING = ("online", "shared", "run")
+# Of a histogram in wandb.
+NUM_BINS = 64
 NOT_SENDING = ("offline", "disabled", "dryrun")
 
 
@@ -83,6 +85,18 @@ class Wandb:
             shown.append(wandb.Image(picture, caption=label, file_type=file_type))
         self.run.log({f"images/{name}": shown, **at}, step=line)
 
+    def log_page(self, name: str, page: Image.Image, at: dict, line: int) -> None:
+        """Show a page of pictures under images/<name>."""
+        import wandb
+
+        self.run.log({f"images/{name}": wandb.Image(page), **at}, step=line)
+
+    def log_histogram(self, name: str, values: np.ndarray, at: dict, line: int) -> None:
+        """Show the distribution of values [N] under histograms/<name>."""
+        import wandb
+
+        self.run.log({f"histograms/{name}": wandb.Histogram(values.tolist(), num_bins=NUM_BINS), **at}, step=line)
+
     def close(self) -> None:
         """End the run in wandb."""
         alerts.senders.pop("wandb", None)
@@ -134,8 +148,16 @@ class TensorBoard:
 
     def log_images(self, name: str, pictures: list[Image.Image], sheet: Sheet, at: dict, line: int) -> None:
         """Show the sheet, which has prompts and rewards in it, under images/<name>."""
+        self.log_page(name, sheet.page, at, line)
+
+    def log_page(self, name: str, page: Image.Image, at: dict, line: int) -> None:
+        """Show a page of pictures under images/<name>."""
         writer = self._opened(at["step"])
-        writer.add_image(f"images/{name}", np.asarray(sheet.page), at["step"], dataformats="HWC")
+        writer.add_image(f"images/{name}", np.asarray(page), at["step"], dataformats="HWC")
+
+    def log_histogram(self, name: str, values: np.ndarray, at: dict, line: int) -> None:
+        """Show the distribution of values [N] under histograms/<name>."""
+        self._opened(at["step"]).add_histogram(f"histograms/{name}", values, at["step"])
 
     def close(self) -> None:
         """Close the event files."""

@@ -29,6 +29,7 @@ def log_epoch(run: Run, epoch: int) -> None:
     """Count the epoch as completed, write its line of metrics.jsonl, and decide by config.health.action and
     config.max_hours whether the run goes on: `run.stopped`. Raises Interrupted, after it has saved the run, if a signal
     has asked for its end."""
+    update.log_by_step(run)
     run.epoch = epoch + 1
     run.first_step = run.step
     run.epoch_metrics["forwards"] = sum(distributed.gather_objects([run.num_forwards]))

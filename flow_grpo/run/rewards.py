@@ -16,10 +16,15 @@ from flow_grpo.algorithms.advantages import (
     stats_of_sum,
 )
 from flow_grpo.base import distributed
+from flow_grpo.base.pixels import to_pictures
+from flow_grpo.base.prompt import captions_of
+from flow_grpo.command_line.checks import evaluates
 from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples
 from flow_grpo.monitoring import health
+from flow_grpo.monitoring.sheets import GroupRow, group_sheet
 from flow_grpo.run import sampling
+from flow_grpo.run.loop import is_due
 from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pending
 from flow_grpo.scoring.scorers import join_scores
@@ -27,6 +32,14 @@ from flow_grpo.settings import declared
 from flow_grpo.settings.sections import Config
 
 LATENT_SIGNS = ("latent_rms", "diversity")
+MOST_GROUPS_SHOWN = 4
+
+
+class Shown(NamedTuple):
+    """Images of which a sheet will be drawn."""
+
+    images: Tensor  # [b, ..., 3, H, W] in [0, 1], on the CPU
+    captions: list[str]  # b
 
 
 class Submitted(NamedTuple):
@@ -36,6 +49,7 @@ class Submitted(NamedTuple):
     groups: Tensor  # [b, ...] int64, which of them compete
     scores: Pending  # name -> [b * ...] float32 on the CPU
     latents: Tensor  # [b * ..., c, h, w] f32, unpacked, still normalised
+    shown: Shown | None = None  # the batch with the epoch's first image, in epochs that draw sheets
 
 
 class Rewards(NamedTuple):
@@ -68,7 +82,10 @@ def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = Non
     with run.board.timed("reward"):
         scores = run.pool.submit(samples.images.flatten(0, -4), prompts)
     latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
-    return Submitted(list(batch.image_numbers), groups, scores, latents)
+    shown = None
+    if 0 in batch.image_numbers and evaluates(run.config) and is_due(run.config.eval_freq, run.epoch):
+        shown = Shown(samples.images.cpu(), captions_of(batch.prompts))
+    return Submitted(list(batch.image_numbers), groups, scores, latents, shown)
 
 
 def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
@@ -83,7 +100,40 @@ def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
     if run.config.sample.baseline == "all":
         rewards = rewards._replace(groups=torch.zeros_like(rewards.groups))
     _log(run, epoch, rewards)
+    for part in submitted:
+        if part.shown is not None:
+            _show(run, epoch, part, rewards.local(rewards.scores["avg"], torch.device("cpu"))[_places(part, submitted)])
     return rewards
+
+
+def _places(part: Submitted, submitted: list[Submitted]) -> list[int]:
+    """Places of a part's images among all of this rank's, which are sorted by their numbers."""
+    numbers = sorted(_image_numbers(submitted))
+    return [numbers.index(number) for number in part.image_numbers]
+
+
+def _show(run: Run, epoch: int, part: Submitted, scores: Tensor) -> None:
+    """Draw images that compete side by side: the branches of the epoch's first trunk, a row for each step, or the first
+    groups of the batch.
+
+    Args:
+        scores: [b, ...], of the part's images.
+    """
+    assert part.shown is not None
+    images, captions = part.shown
+    rows = []
+    if scores.ndim > 1:
+        trunk = part.image_numbers.index(0)
+        for step, (branches, values) in enumerate(zip(images[trunk], scores[trunk], strict=True)):
+            title = [f"step {step}", captions[trunk]] if step == 0 else [f"step {step}"]
+            rows.append(GroupRow(title, to_pictures(branches), values.tolist()))
+        run.board.log_page(group_sheet(rows), epoch=epoch, step=run.step, name="branches")
+        return
+    for group in part.groups.unique().tolist()[:MOST_GROUPS_SHOWN]:
+        chosen = part.groups == group
+        first = int(chosen.nonzero()[0])
+        rows.append(GroupRow([captions[first]], to_pictures(images[chosen]), scores[chosen].tolist()))
+    run.board.log_page(group_sheet(rows), epoch=epoch, step=run.step, name="groups")
 
 
 def gather(run: Run, submitted: list[Submitted]) -> Rewards:
@@ -208,8 +258,10 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
             run.epoch_metrics[f"reward/{name}_group_std"] = stats.std.mean().item()
             run.epoch_metrics[f"reward/{name}_zero_std_share"] = (stats.std == 0).float().mean().item()
     everywhere = torch.ones(len(rewards.groups), dtype=torch.bool)
-    run.epoch_metrics |= spread_figures(rewards, everywhere, run.config)
+    for name, value in spread_figures(rewards, everywhere, run.config).items():
+        run.epoch_metrics[f"reward/{name}"] = value
     run.epoch_metrics |= step_figures(rewards, run.config)
+    run.board.log_histogram("reward", rewards.scores["avg"], epoch=epoch, step=run.step)
     images_so_far = run.epoch_metrics.get("images", run.board.latest.get("images", 0))
     run.epoch_metrics["images"] = images_so_far + len(rewards.groups)
     if health.teaches_nothing(run.epoch_metrics, run.config):
@@ -218,8 +270,8 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
         run.board.say(f"epoch {epoch + 1}: in every group {alike}, so rewards teach nothing")
 
 
-def spread_figures(rewards: Rewards, rows: Tensor, config: Config, prefix: str = "") -> dict[str, float]:
-    """Spread within groups of the weighted sum of rewards, and the share of groups that teach nothing.
+def spread_figures(rewards: Rewards, rows: Tensor, config: Config) -> dict[str, float]:
+    """Spread within groups of the weighted sum of rewards, and the share of groups that teach nothing, by name.
 
     Args:
         rows: [all] bool, the images that are looked at; those that lack a reward are left out.
@@ -230,24 +282,33 @@ def spread_figures(rewards: Rewards, rows: Tensor, config: Config, prefix: str =
     scores = {name: rewards.scores[name][rows] for name in weights}
     signal = groups_with_signal(scores, weights, groups, config.train.reward_aggregation)
     return {
-        f"reward/{prefix}group_std": stats_of_sum(scores, weights, groups).std.mean().item(),
-        f"reward/{prefix}zero_std_share": signal.logical_not().float().mean().item(),
+        "group_std": stats_of_sum(scores, weights, groups).std.mean().item(),
+        "zero_std_share": signal.logical_not().float().mean().item(),
     }
 
 
 def step_figures(rewards: Rewards, config: Config) -> dict[str, float]:
-    """Spread of branches within their groups at the first and at the last trained step: late branches, which share most
-    of their denoising, score alike first. Empty where an image has one outcome."""
+    """Mean of the branches that leave each step, and their spread within groups: late branches, which share most of
+    their denoising, score alike first. Empty where an image has one outcome."""
     if len(rewards.shape) == 1:
         return {}
     num_steps = rewards.shape[1]
     step_of_row = torch.arange(num_steps)[:, None].expand(rewards.shape[1:]).flatten()
     step_of_row = step_of_row.repeat(len(rewards.groups) // len(step_of_row))
     figures = {}
-    for name, step in (("first", 0), ("last", num_steps - 1)):
+    for step in range(num_steps):
         rows = step_of_row == step
-        if rewards.scores["avg"][rows].isfinite().any():
-            figures |= spread_figures(rewards, rows, config, f"{name}_step_")
+        scores = rewards.scores["avg"][rows]
+        if not scores.isfinite().any():
+            continue
+        spread = spread_figures(rewards, rows, config)
+        figures[f"steps/reward/{step}"] = scores.nanmean().item()
+        for name, value in spread.items():
+            figures[f"steps/{name}/{step}"] = value
+        if step == 0:
+            figures |= {f"reward/first_step_{name}": value for name, value in spread.items()}
+        if step == num_steps - 1:
+            figures |= {f"reward/last_step_{name}": value for name, value in spread.items()}
     return figures
 
 

@@ -27,7 +27,7 @@ from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.kernels import compilation
 from flow_grpo.monitoring import health
 from flow_grpo.monitoring.dashboard import Dashboard
-from flow_grpo.monitoring.metrics import Meter
+from flow_grpo.monitoring.metrics import Meter, RowValues
 from flow_grpo.run.input_files import Inputs
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.settings.sections import Config
@@ -77,6 +77,7 @@ class Run:
     on_policy: bool = True  # no optimizer step since the rollout  <- optimizer_step, log_epoch
     num_forwards: int = 0  # transformer rows of this rank since the epoch began  <- velocity, log_epoch
     first_ratios: list[FirstRatios] = field(default_factory=list)  # of this epoch  <- record_ratios, _check_parity
+    row_values: list[RowValues] = field(default_factory=list)  # of this epoch  <- record_by_step, log_by_step
     trained_rows: list[TrainedRows] = field(default_factory=list)  # of an update  <- backward, optimizer_step
     epoch_metrics: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- judge_health

@@ -13,6 +13,7 @@ from flow_grpo.base.formatting import quoted
 from flow_grpo.data import prompts
 from flow_grpo.data.preferences import Pairs
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
+from flow_grpo.monitoring import metrics
 from flow_grpo.run import save
 from flow_grpo.run.run import Run
 from flow_grpo.settings.sections import Config
@@ -100,19 +101,59 @@ def recompute_steps(run: Run, rows: StepRows, guidance_scale: float | None = Non
 
 
 @torch.no_grad()
-def record_ratios(run: Run, step: SDEStep, rows: StepRows, log_ratio: Tensor, beyond: Tensor | None = None) -> None:
+def record_ratios(
+    run: Run,
+    step: SDEStep,
+    rows: StepRows,
+    log_ratio: Tensor,
+    beyond: Tensor | None = None,
+    kl_reference: Tensor | None = None,
+) -> None:
     """Log the statistics of a minibatch's ratios; before the epoch's first optimizer step also keep the log-ratios that
     `optimizer_step` compares with train.parity_limit.
 
     Args:
         log_ratio: [R * J], the objective's own.
         beyond: [R * J] bool, rows outside of its trust region; None = ratios outside of train.clip_range.
+        kl_reference: [R * J], KL to the reference, for its figures by step.
     """
     gap = step.log_prob - rows.log_probs
     clip_range = run.config.train.clip_range
-    ratio_statistics.add_to_meter(run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy, beyond=beyond)
+    of_rows = ratio_statistics.add_to_meter(
+        run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy, beyond=beyond
+    )
+    of_rows |= {"log_ratio": log_ratio, "transition_std": step.transition_std.flatten(), "weight": rows.step_weights}
+    if kl_reference is not None:
+        of_rows["kl_reference"] = kl_reference
+    record_by_step(run, rows, **of_rows)
     if run.on_policy:
         run.first_ratios.append(ratio_statistics.FirstRatios(log_ratio.detach(), rows.row_ids, rows.timesteps))
+
+
+@torch.no_grad()
+def record_by_step(run: Run, rows: Minibatch, **values: Tensor) -> None:
+    """Keep values of a minibatch's rows, whose means for each denoising step are logged after the epoch. Every
+    minibatch of an epoch has the same names.
+
+    Args:
+        values: [R * J] each.
+    """
+    timesteps = rows.timesteps.repeat_interleave(len(rows.advantages) // len(rows.timesteps))
+    columns = {name: column.detach() for name, column in values.items()}
+    run.row_values.append(metrics.RowValues(timesteps, columns | {"advantage": rows.advantages}))
+
+
+def log_by_step(run: Run) -> None:
+    """Add the means for each denoising step to the epoch's metrics, and show the distribution of ratios and
+    advantages."""
+    if not run.row_values:
+        return
+    rows = metrics.gather_rows(run.row_values)
+    run.row_values.clear()
+    run.epoch_metrics |= metrics.by_step(rows, run.scheduler.timesteps.cpu())
+    for name in metrics.HISTOGRAMS:
+        if name in rows.values:
+            run.board.log_histogram(name, rows.values[name], epoch=run.epoch, step=run.step)
 
 
 def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs) -> None:
@@ -153,8 +194,9 @@ def optimizer_step(run: Run) -> None:
     if run.reference:
         run.reference.follow(run.step)
     run.trained_rows.clear()
-    metrics = {"grad_norm": grad_norm.item(), "learning_rate": run.optimizer.param_groups[0]["lr"]}
-    run.board.log("update", run.meter.pop(distributed.over_ranks) | metrics, epoch=run.epoch, step=run.step)
+    figures = run.meter.pop(distributed.over_ranks)
+    figures |= {"grad_norm": grad_norm.item(), "learning_rate": run.optimizer.param_groups[0]["lr"]}
+    run.board.log("update", figures, epoch=run.epoch, step=run.step)
 
 
 def move_weights(run: Run) -> None:
