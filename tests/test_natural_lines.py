@@ -1,9 +1,10 @@
-"""tools/natural_lines.py counts what it says, and its limits can only be lowered."""
+"""tools/natural_lines.py and tools/signatures.py count what they say, and limits can only be lowered."""
 
 from pathlib import Path
 
 import natural_lines
 import pytest
+import signatures
 
 COUNTED = {
     "tuples": "a, b = f(x), g(y)",
@@ -61,3 +62,21 @@ def test_lowering_writes_the_lower_of_count_and_limit(monkeypatch):
 def test_every_package_has_limits():
     assert {"config", "tests", "flow_grpo/run"} <= {*natural_lines.limited_folders()}
     assert all(len(limits) == len(natural_lines.KINDS) for limits in natural_lines.LIMITS.values())
+
+
+SIGNATURES = [  # a function, and the figures of tools/signatures.py that count it
+    ("def f(self, config: Config): pass", ["take the whole Config"]),
+    ('def f(config: "Config | None" = None): pass', ["take the whole Config"]),
+    ("def f(values: ConfigDict | Config): pass", ["take the whole Config", "take a ConfigDict"]),
+    ("def f(config): pass", ["take a config without a type"]),
+    ("async def f(*, run: Run): pass", ["take the whole Run"]),
+    ("def f(runs: list[Run], main: Callable[[ConfigDict], None]): pass", []),
+    ("def f(self, a, b, c, d, *, e, g): pass", []),
+    ("def f(self, a, b, c, d, *, e, g, h): pass", ["have more than 6 parameters"]),
+]
+
+
+@pytest.mark.parametrize(("source", "figures"), SIGNATURES)
+def test_a_signature_is_counted_by_what_its_parameters_are(source, figures):
+    (signature,) = signatures.signatures_in(source, "a.py")
+    assert [figure for figure, counts in signatures.FIGURES.items() if counts(signature)] == figures
