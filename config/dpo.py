@@ -4,12 +4,14 @@ A function here is an experiment and overrides defaults of docs/reference/settin
 command line, --config.seed=7.
 """
 
+from ml_collections import ConfigDict
+
 from config import models, variants
 from flow_grpo.settings.config_files import select
 from flow_grpo.settings.table import DPO, default_config
 
 
-def shapes_qwenimage_dpo():
+def shapes_qwenimage_dpo() -> ConfigDict:
     """Offline DPO on the shipped tiny model, from pairs of its own images; minutes on two CPU cores."""
     config = forward(default_config())
     config.preferences.path = "runs/preferences_shapes_qwenimage"
@@ -27,14 +29,14 @@ def shapes_qwenimage_dpo():
     return config
 
 
-def pickscore_qwenimage_dpo():
+def pickscore_qwenimage_dpo() -> ConfigDict:
     """Offline DPO on Qwen-Image, 512 px."""
     config = forward(models.qwenimage())
     config.preferences.path = "runs/preferences_pickscore_qwenimage"
     return config
 
 
-def pickscore_sd3_dpo():
+def pickscore_sd3_dpo() -> ConfigDict:
     """Offline DPO on SD3.5-medium, 512 px."""
     config = forward(models.sd3())
     config.preferences.path = "runs/preferences_pickscore_sd3"
@@ -42,14 +44,14 @@ def pickscore_sd3_dpo():
     return config
 
 
-def edits_qwenimage_edit_dpo():
+def edits_qwenimage_edit_dpo() -> ConfigDict:
     """Offline DPO on the shipped tiny editing model, from pairs of its own images."""
     config = models.tiny_edit(shapes_qwenimage_dpo())
     config.preferences.path = "runs/preferences_edits_qwenimage_edit"
     return config
 
 
-def forward(config):
+def forward(config: ConfigDict) -> ConfigDict:
     """Set what every run shares: 256 pairs, each of 8 images if a run makes them."""
     config.algorithm = DPO
     # Nothing reads it: there are no noisy steps.
@@ -61,7 +63,7 @@ def forward(config):
     return config
 
 
-def online(config):
+def online(config: ConfigDict) -> ConfigDict:
     """Online DPO: pairs of images that the policy has just sampled; it becomes its own reference every 20 updates."""
     # Pairs are sampled, not read.
     config.preferences.path = ""
@@ -71,7 +73,7 @@ def online(config):
     return config
 
 
-def smoke(config):
+def smoke(config: ConfigDict) -> ConfigDict:
     """The same algorithm in seconds: tiny model, two epochs, fewer steps; prepare with --max_rows=48."""
     config = variants.smoke(config)
     config.sample.num_prompts_per_epoch = 8
@@ -95,5 +97,5 @@ VARIANTS = (
 )
 
 
-def get_config(name="shapes_qwenimage_dpo"):
+def get_config(name: str = "shapes_qwenimage_dpo") -> ConfigDict:
     return select(name, RUNS, VARIANTS, __file__)

@@ -4,17 +4,19 @@ A function here is an experiment and overrides defaults of docs/reference/settin
 command line, --config.seed=7.
 """
 
+from ml_collections import ConfigDict
+
 from config import models, variants
 from flow_grpo.settings.config_files import select
 from flow_grpo.settings.table import DISTILL, PR, default_config, ignored_by, value_of
 
 
-def shapes_qwenimage():
+def shapes_qwenimage() -> ConfigDict:
     """Flow-GRPO with a windowed SDE on the shipped tiny model."""
     return default_config()
 
 
-def shapes_qwenimage_pr():
+def shapes_qwenimage_pr() -> ConfigDict:
     """Per-step branch exploration on the shipped tiny model, minutes on two CPU cores."""
     config = default_config()
     config.algorithm = PR
@@ -38,27 +40,27 @@ def shapes_qwenimage_pr():
     return config
 
 
-def pickscore_qwenimage():
+def pickscore_qwenimage() -> ConfigDict:
     """Flow-GRPO on Qwen-Image, 512 px, published hyperparameters; any number of GPUs that divides 64 batches."""
     return models.compiled(models.qwenimage())
 
 
-def pickscore_qwenimage_pr():
+def pickscore_qwenimage_pr() -> ConfigDict:
     """TempFlow-GRPO on Qwen-Image, 512 px: 4 trunks per prompt, 6 branches at every step but the last."""
     return branching(models.compiled(models.qwenimage()))
 
 
-def pickscore_qwenimage_2512():
+def pickscore_qwenimage_2512() -> ConfigDict:
     """Flow-GRPO on Qwen-Image-2512, the same transformer with newer weights."""
     return models.qwenimage_2512(pickscore_qwenimage())
 
 
-def pickscore_qwenimage_2512_pr():
+def pickscore_qwenimage_2512_pr() -> ConfigDict:
     """TempFlow-GRPO on Qwen-Image-2512."""
     return models.qwenimage_2512(pickscore_qwenimage_pr())
 
 
-def pickscore_sd3():
+def pickscore_sd3() -> ConfigDict:
     """Flow-GRPO on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, all steps but the last."""
     config = models.sd3()
     config.compile = True
@@ -69,7 +71,7 @@ def pickscore_sd3():
     return config
 
 
-def pickscore_sd3_fast():
+def pickscore_sd3_fast() -> ConfigDict:
     """Flow-GRPO on SD3.5-medium without guidance, in evaluations too, with Flow-CPS in 3 of the first 5 steps."""
     config = pickscore_sd3()
     config.sample.guidance_scale = config.eval.guidance_scale = 1.0
@@ -81,22 +83,22 @@ def pickscore_sd3_fast():
     return config
 
 
-def pickscore_sd3_pr():
+def pickscore_sd3_pr() -> ConfigDict:
     """TempFlow-GRPO on SD3.5-medium, 512 px."""
     return branching(models.sd3())
 
 
-def pickscore_sd35_large():
+def pickscore_sd35_large() -> ConfigDict:
     """Flow-GRPO on SD3.5-large, with what is published for medium."""
     return models.sd35_large(pickscore_sd3())
 
 
-def pickscore_sd35_large_pr():
+def pickscore_sd35_large_pr() -> ConfigDict:
     """TempFlow-GRPO on SD3.5-large."""
     return models.sd35_large(pickscore_sd3_pr())
 
 
-def pickscore_flux():
+def pickscore_flux() -> ConfigDict:
     """Flow-GRPO on FLUX.1-dev, 512 px, published hyperparameters: 6 steps, guidance 3.5 as the model's input."""
     config = models.flux()
     config.compile = True
@@ -104,96 +106,96 @@ def pickscore_flux():
     return config
 
 
-def pickscore_flux_pr():
+def pickscore_flux_pr() -> ConfigDict:
     """TempFlow-GRPO on FLUX.1-dev, 512 px."""
     return branching(models.flux())
 
 
-def pickscore_flux_schnell():
+def pickscore_flux_schnell() -> ConfigDict:
     """Flow-GRPO on FLUX.1-schnell, 512 px: 4 steps, noise in all but the last."""
     return models.flux_schnell(pickscore_flux())
 
 
-def pickscore_flux_schnell_pr():
+def pickscore_flux_schnell_pr() -> ConfigDict:
     """TempFlow-GRPO on FLUX.1-schnell, 512 px: 4 steps."""
     return models.flux_schnell(pickscore_flux_pr())
 
 
-def pickscore_zimage():
+def pickscore_zimage() -> ConfigDict:
     """Flow-GRPO on Z-Image, 512 px: 32 prompts of 16 images, 2 noisy steps of 10. None of its settings is published."""
     return models.zimage()
 
 
-def pickscore_zimage_pr():
+def pickscore_zimage_pr() -> ConfigDict:
     """TempFlow-GRPO on Z-Image, 512 px."""
     return branching(models.zimage())
 
 
-def pickscore_zimage_turbo():
+def pickscore_zimage_turbo() -> ConfigDict:
     """Flow-GRPO on Z-Image-Turbo, 512 px: 8 steps, noise in all but the last, no guidance."""
     config = models.zimage_turbo(pickscore_zimage())
     config.sample.sde_window_size = 0
     return config
 
 
-def pickscore_zimage_turbo_pr():
+def pickscore_zimage_turbo_pr() -> ConfigDict:
     """TempFlow-GRPO on Z-Image-Turbo, 512 px: 8 steps, no guidance."""
     return models.zimage_turbo(pickscore_zimage_pr())
 
 
-def pickscore_flux2_klein():
+def pickscore_flux2_klein() -> ConfigDict:
     """Flow-GRPO on the 4 B FLUX.2-klein, 512 px: 4 steps, noise in all but the last. No setting is published."""
     config = models.flux2_klein()
     config.sample.sde_window_size = 0
     return config
 
 
-def pickscore_flux2_klein_pr():
+def pickscore_flux2_klein_pr() -> ConfigDict:
     """TempFlow-GRPO on the 4 B FLUX.2-klein, 512 px: 4 steps, no guidance."""
     return branching(models.flux2_klein())
 
 
-def pickscore_flux2_klein_9b():
+def pickscore_flux2_klein_9b() -> ConfigDict:
     """Flow-GRPO on the 9 B FLUX.2-klein, with the settings of the 4 B one."""
     return models.flux2_klein_9b(pickscore_flux2_klein())
 
 
-def pickscore_flux2_klein_9b_pr():
+def pickscore_flux2_klein_9b_pr() -> ConfigDict:
     """TempFlow-GRPO on the 9 B FLUX.2-klein."""
     return models.flux2_klein_9b(pickscore_flux2_klein_pr())
 
 
-def pickscore_qwenimage_21():
+def pickscore_qwenimage_21() -> ConfigDict:
     """Flow-GRPO on Qwen-Image-2.1, 512 px: 32 prompts of 16 images, 2 noisy steps of 10. No setting is published."""
     return models.qwenimage_21()
 
 
-def pickscore_qwenimage_21_pr():
+def pickscore_qwenimage_21_pr() -> ConfigDict:
     """TempFlow-GRPO on Qwen-Image-2.1, 512 px, without guidance."""
     return branching(models.qwenimage_21())
 
 
-def edits_qwenimage_edit():
+def edits_qwenimage_edit() -> ConfigDict:
     """Flow-GRPO with a windowed SDE on the shipped tiny editing model and its task."""
     return models.tiny_edit(shapes_qwenimage())
 
 
-def edits_qwenimage_edit_pr():
+def edits_qwenimage_edit_pr() -> ConfigDict:
     """Per-step branch exploration on the shipped tiny editing model."""
     return models.tiny_edit(shapes_qwenimage_pr())
 
 
-def editreward_qwenimage_edit():
+def editreward_qwenimage_edit() -> ConfigDict:
     """Flow-GRPO on Qwen-Image-Edit-2511, 512 px, with Qwen-Image's settings and EditReward. No setting is published."""
     return models.qwenimage_edit(pickscore_qwenimage())
 
 
-def editreward_qwenimage_edit_pr():
+def editreward_qwenimage_edit_pr() -> ConfigDict:
     """TempFlow-GRPO on Qwen-Image-Edit-2511, 512 px."""
     return models.qwenimage_edit(pickscore_qwenimage_pr())
 
 
-def branching(config):
+def branching(config: ConfigDict) -> ConfigDict:
     """4 trunks per prompt, 6 branches at every step but the last."""
     config.algorithm = PR
     config.sample.num_prompts_per_epoch = 16
@@ -207,7 +209,7 @@ def branching(config):
     return config
 
 
-def long(config):
+def long(config: ConfigDict) -> ConfigDict:
     """Hundreds of epochs of the tiny model: all weights, lower learning rates, and full completions of branches."""
     config.lora.rank = 0
     config.sample.rollout_weights = "exact"
@@ -228,7 +230,7 @@ def long(config):
     return config
 
 
-def mixgrpo(config):
+def mixgrpo(config: ConfigDict) -> ConfigDict:
     """MixGRPO (arXiv:2507.21802): a window of 4 steps moves on by one every 25 updates; train_*.py."""
     last = config.sample.num_steps - 2
     config.sample.sde_window_size = min(4, last)
@@ -237,13 +239,13 @@ def mixgrpo(config):
     return config
 
 
-def fast(config):
+def fast(config: ConfigDict) -> ConfigDict:
     """Flow-GRPO-Fast: the images of a group share all steps before the window; train_*.py."""
     config.sample.same_latent = True
     return config
 
 
-def eight_bit_base(config):
+def eight_bit_base(config: ConfigDict) -> ConfigDict:
     """Frozen weights in 8 bits: half of their memory.
 
     Products are in 8 bits where no log-prob is computed, and use a merged copy if the run merges.
@@ -254,7 +256,7 @@ def eight_bit_base(config):
     return config
 
 
-def guard(config):
+def guard(config: ConfigDict) -> ConfigDict:
     """GRPO-Guard (arXiv:2510.22319), published hyperparameters."""
     config.train.objective = "guard"
     config.train.clip_range = 4e-6
@@ -263,7 +265,7 @@ def guard(config):
     return config
 
 
-def dppo(config):
+def dppo(config: ConfigDict) -> ConfigDict:
     """Flow-DPPO (arXiv:2606.11025): rows stop at a KL of their step (`train.kl_limit`) instead of at a ratio."""
     # The clip range of the defaults: dppo does not read it.
     config.train.objective = "dppo"
@@ -271,7 +273,7 @@ def dppo(config):
     return config
 
 
-def distill(config):
+def distill(config: ConfigDict) -> ConfigDict:
     """On-policy distillation (arXiv:2306.13649): noise in all steps; an adapter learns from `train.teachers`."""
     defaults = default_config()
     config.algorithm = DISTILL
@@ -334,5 +336,5 @@ VARIANTS = (
 )
 
 
-def get_config(name="shapes_qwenimage"):
+def get_config(name: str = "shapes_qwenimage") -> ConfigDict:
     return select(name, RUNS, VARIANTS, __file__)

@@ -1,11 +1,13 @@
 """Models: what the runs of one share, whatever their algorithm, and what other weights of the same model change."""
 
+from ml_collections import ConfigDict
+
 from config import variants
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.table import default_config
 
 
-def large(model):
+def large(model: str) -> ConfigDict:
     """Return the config of a published model: 512 px, bf16, PickScore, 32 prompts of 16 images."""
     config = default_config()
     config.model = registry.hub_id(model)
@@ -26,14 +28,14 @@ def large(model):
     return config
 
 
-def compiled(config):
+def compiled(config: ConfigDict) -> ConfigDict:
     """Compiled blocks; forwards without a log-prob see text padded to a multiple of 16 tokens."""
     config.compile = True
     config.sample.text_multiple = 16
     return config
 
 
-def qwenimage():
+def qwenimage() -> ConfigDict:
     """The 20 B Qwen-Image."""
     config = large("qwenimage")
     config.lora.rank = 64
@@ -44,20 +46,20 @@ def qwenimage():
     return config
 
 
-def qwenimage_2512(config):
+def qwenimage_2512(config: ConfigDict) -> ConfigDict:
     """Newer weights of Qwen-Image."""
     config.model += "-2512"
     return config
 
 
-def qwenimage_21():
+def qwenimage_21() -> ConfigDict:
     """The 7 B Qwen-Image-2.1: guidance is distilled in."""
     config = compiled(large("qwenimage_21"))
     config.eval.num_steps = 40
     return config
 
 
-def qwenimage_edit(config):
+def qwenimage_edit(config: ConfigDict) -> ConfigDict:
     """Qwen-Image-Edit, with Qwen-Image's settings.
 
     A source takes about 200 tokens of text, and as many tokens of the transformer as an image of 1024 x 1024 pixels.
@@ -69,7 +71,7 @@ def qwenimage_edit(config):
     return config
 
 
-def tiny_edit(config):
+def tiny_edit(config: ConfigDict) -> ConfigDict:
     """The tiny editing model and its task, in the place of the tiny Qwen-Image."""
     config.model = registry.tiny_folder("qwenimage_edit")
     config.dataset = "dataset/edits"
@@ -78,7 +80,7 @@ def tiny_edit(config):
     return config
 
 
-def sd3():
+def sd3() -> ConfigDict:
     """SD3.5-medium: 48 prompts of 24 images, as published."""
     config = large("sd3")
     config.fsdp.activation_checkpointing = 0.0
@@ -90,7 +92,7 @@ def sd3():
     return config
 
 
-def sd35_large(config):
+def sd35_large(config: ConfigDict) -> ConfigDict:
     """The 8 B SD3.5-large."""
     config.model = config.model.replace("-medium", "-large")
     config.fsdp.activation_checkpointing = 1.0
@@ -101,7 +103,7 @@ def sd35_large(config):
     return config
 
 
-def flux():
+def flux() -> ConfigDict:
     """FLUX.1-dev: 48 prompts of 24 images and 6 steps, as published."""
     config = large("flux")
     config.lora.rank = 64
@@ -116,7 +118,7 @@ def flux():
     return config
 
 
-def flux_schnell(config):
+def flux_schnell(config: ConfigDict) -> ConfigDict:
     """FLUX.1-schnell: it was distilled to 4 steps, and takes no guidance."""
     config.model = config.model.replace("-dev", "-schnell")
     config.sample.num_steps = config.eval.num_steps = 4
@@ -124,7 +126,7 @@ def flux_schnell(config):
     return config
 
 
-def flux2_klein():
+def flux2_klein() -> ConfigDict:
     """The 4 B FLUX.2-klein: it was distilled to 4 steps without guidance.
 
     It sees the padding of its text, of which its pipeline has 512 tokens; with fewer it is faster, and images are other
@@ -137,13 +139,13 @@ def flux2_klein():
     return config
 
 
-def flux2_klein_9b(config):
+def flux2_klein_9b(config: ConfigDict) -> ConfigDict:
     """The 9 B FLUX.2-klein."""
     config.model = config.model.replace("-4B", "-9B")
     return config
 
 
-def zimage():
+def zimage() -> ConfigDict:
     """The 6 B Z-Image. It reads text in multiples of 32 tokens, and a guidance scale of 4 as other models read 5."""
     config = large("zimage")
     config.compile = True
@@ -153,7 +155,7 @@ def zimage():
     return config
 
 
-def zimage_turbo(config):
+def zimage_turbo(config: ConfigDict) -> ConfigDict:
     """Z-Image-Turbo: it was distilled to 8 steps without guidance, which is a scale of 0."""
     config.model += "-Turbo"
     config.sample.num_steps = config.eval.num_steps = 8

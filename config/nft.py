@@ -6,12 +6,14 @@ command line, --config.seed=7.
 
 import math
 
+from ml_collections import ConfigDict
+
 from config import models, variants
 from flow_grpo.settings.config_files import select
 from flow_grpo.settings.table import NFT, default_config
 
 
-def shapes_qwenimage_nft():
+def shapes_qwenimage_nft() -> ConfigDict:
     """DiffusionNFT of all weights of the shipped tiny model, held to its guided base: `make demo`."""
     config = forward(default_config())
     config.num_epochs = 28
@@ -35,29 +37,29 @@ def shapes_qwenimage_nft():
     return config
 
 
-def pickscore_qwenimage_nft():
+def pickscore_qwenimage_nft() -> ConfigDict:
     """DiffusionNFT on Qwen-Image, 512 px, without guidance. Three of nine noise levels teach as much as all of them."""
     config = forward(models.compiled(models.qwenimage()))
     config.train.timestep_fraction = 0.3
     return config
 
 
-def pickscore_qwenimage_2512_nft():
+def pickscore_qwenimage_2512_nft() -> ConfigDict:
     """DiffusionNFT on Qwen-Image-2512, the same transformer with newer weights."""
     return models.qwenimage_2512(pickscore_qwenimage_nft())
 
 
-def pickscore_sd3_nft():
+def pickscore_sd3_nft() -> ConfigDict:
     """DiffusionNFT on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, without guidance."""
     return forward(models.sd3())
 
 
-def pickscore_sd35_large_nft():
+def pickscore_sd35_large_nft() -> ConfigDict:
     """DiffusionNFT on SD3.5-large, with what is published for medium."""
     return models.sd35_large(pickscore_sd3_nft())
 
 
-def pickscore_flux_nft():
+def pickscore_flux_nft() -> ConfigDict:
     """DiffusionNFT on FLUX.1-dev, 512 px; its guidance is an input, not a second forward, and stays at 3.5."""
     config = forward(models.flux())
     # An input of the transformer, which was never trained without it.
@@ -66,12 +68,12 @@ def pickscore_flux_nft():
     return config
 
 
-def pickscore_flux_schnell_nft():
+def pickscore_flux_schnell_nft() -> ConfigDict:
     """DiffusionNFT on FLUX.1-schnell, 512 px: 4 steps."""
     return models.flux_schnell(pickscore_flux_nft())
 
 
-def pickscore_zimage_nft():
+def pickscore_zimage_nft() -> ConfigDict:
     """DiffusionNFT on Z-Image, 512 px, without guidance."""
     config = forward(models.zimage())
     # Z-Image's scale begins at 0 where that of other models begins at 1.
@@ -79,39 +81,39 @@ def pickscore_zimage_nft():
     return config
 
 
-def pickscore_zimage_turbo_nft():
+def pickscore_zimage_turbo_nft() -> ConfigDict:
     """DiffusionNFT on Z-Image-Turbo, 512 px: 8 steps."""
     return models.zimage_turbo(pickscore_zimage_nft())
 
 
-def pickscore_flux2_klein_nft():
+def pickscore_flux2_klein_nft() -> ConfigDict:
     """DiffusionNFT on the 4 B FLUX.2-klein, 512 px: 4 steps."""
     return forward(models.flux2_klein())
 
 
-def pickscore_flux2_klein_9b_nft():
+def pickscore_flux2_klein_9b_nft() -> ConfigDict:
     """DiffusionNFT on the 9 B FLUX.2-klein."""
     return models.flux2_klein_9b(pickscore_flux2_klein_nft())
 
 
-def pickscore_qwenimage_21_nft():
+def pickscore_qwenimage_21_nft() -> ConfigDict:
     """DiffusionNFT on Qwen-Image-2.1, 512 px."""
     return forward(models.qwenimage_21())
 
 
-def edits_qwenimage_edit_nft():
+def edits_qwenimage_edit_nft() -> ConfigDict:
     """DiffusionNFT on the shipped tiny editing model, which guidance hardly helps: its reference has none."""
     config = models.tiny_edit(shapes_qwenimage_nft())
     config.train.reference_guidance_scale = 0.0
     return config
 
 
-def editreward_qwenimage_edit_nft():
+def editreward_qwenimage_edit_nft() -> ConfigDict:
     """DiffusionNFT on Qwen-Image-Edit-2511, 512 px, without guidance."""
     return models.qwenimage_edit(pickscore_qwenimage_nft())
 
 
-def forward(config):
+def forward(config: ConfigDict) -> ConfigDict:
     """Set what every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std."""
     config.algorithm = NFT
     config.sample.sde_window_size = 0
@@ -123,7 +125,7 @@ def forward(config):
     return config
 
 
-def long(config):
+def long(config: ConfigDict) -> ConfigDict:
     """More than 100 epochs: flow matching on the run's own images, and a higher learning rate."""
     config.train.flow_matching_weight = 0.1
     config.train.learning_rate = 5e-4
@@ -131,7 +133,7 @@ def long(config):
     return config
 
 
-def awm(config):
+def awm(config: ConfigDict) -> ConfigDict:
     """AWM (arXiv:2509.25050): PPO's clip of flow matching errors on the rollout's images, in two updates or more."""
     config.train.forward_objective = "awm"
     config.train.clip_range = 1e-2
@@ -141,7 +143,7 @@ def awm(config):
     return config
 
 
-def dgpo(config):
+def dgpo(config: ConfigDict) -> ConfigDict:
     """DGPO (arXiv:2510.08425): a group at one noise and level is a preference. Forwards hold whole groups."""
     config.train.forward_objective = "dgpo"
     config.train.clip_range = 1e-2
@@ -152,14 +154,14 @@ def dgpo(config):
     return config
 
 
-def elbo(config):
+def elbo(config: ConfigDict) -> ConfigDict:
     """The policy gradient of the final image's ELBO (arXiv:2602.04663), held to the old policy."""
     config.train.forward_objective = "elbo"
     config.train.updates_per_epoch = 1
     return config
 
 
-def eight_bit_base(config):
+def eight_bit_base(config: ConfigDict) -> ConfigDict:
     """Frozen weights in 8 bits. All products are exact, since the loss learns from the images themselves."""
     config.base_precision = "fp8_weights"
     config.sample.rollout_weights = "exact"
@@ -195,5 +197,5 @@ VARIANTS = (
 )
 
 
-def get_config(name="shapes_qwenimage_nft"):
+def get_config(name: str = "shapes_qwenimage_nft") -> ConfigDict:
     return select(name, RUNS, VARIANTS, __file__)

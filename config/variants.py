@@ -6,6 +6,8 @@ A function here takes a config and returns it. `VARIANTS` of a file lists those 
 from pathlib import Path
 from typing import NamedTuple
 
+from ml_collections import ConfigDict
+
 from flow_grpo.base import locations
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
@@ -27,13 +29,13 @@ TASKS = {
 }
 
 
-def flash(config):
+def flash(config: ConfigDict) -> ConfigDict:
     """MixGRPO-Flash: DPM-Solver++ after the noise, in 0.4 of the steps."""
     config.sample.flash_ratio = 0.4
     return config
 
 
-def large_gpu(config):
+def large_gpu(config: ConfigDict) -> ConfigDict:
     """Published sizes on a large GPU: faster, in 110 GiB with Qwen-Image.
 
     A batch has 8 rows, forwards without a log-prob use a merged copy of the weights, and compiled blocks store half of
@@ -47,7 +49,7 @@ def large_gpu(config):
     return config
 
 
-def four_bit_base(config):
+def four_bit_base(config: ConfigDict) -> ConfigDict:
     """Frozen weights in 4 bits, for Qwen-Image on a card of 24 GB.
 
     Batches are small, and the optimizer state is in host memory between steps.
@@ -59,7 +61,7 @@ def four_bit_base(config):
     return config
 
 
-def smoke(config):
+def smoke(config: ConfigDict) -> ConfigDict:
     """The same algorithm in seconds: two epochs, two prompts, fewer steps. What is not on this machine is replaced."""
     _replace_model(config)
     _replace_task(config)
@@ -80,7 +82,7 @@ def smoke(config):
     return config
 
 
-def _replace_model(config):
+def _replace_model(config: ConfigDict) -> None:
     """Put the tiny model of the same class in the place of one that is not on this machine."""
     if Path(locations.resolve(config.model)).is_dir():
         return
@@ -93,7 +95,7 @@ def _replace_model(config):
     config.fsdp.activation_checkpointing = round(config.fsdp.activation_checkpointing)
 
 
-def _replace_task(config):
+def _replace_task(config: ConfigDict) -> None:
     """Put a data set and rewards that are shipped in the place of those that are not on this machine."""
     tiny = default_config()
     task = TASKS.get(config.model, Task("", tiny.dataset, tiny.text_tokens))
@@ -108,7 +110,7 @@ def _replace_task(config):
         config.reward_fn = {learned or "jpeg_compressibility": 1.0}
 
 
-def is_here(reward):
+def is_here(reward: str) -> bool:
     """Return whether a reward needs neither weights from the hub nor a server; one of the user's own is taken to."""
     is_ours = (locations.PACKAGE / "rewards" / f"{reward}.py").exists()
     return not is_ours or reward in ("shapes", "edits", "ocr", "jpeg_compressibility")
