@@ -13,9 +13,9 @@ import prepare_preferences
 import pytest
 from small import ROOT, config_of, train
 
-from flow_grpo.base import alerts, folders, locations
+from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import RunFailed, UserError
-from flow_grpo.command_line import checks, command_line, help_text
+from flow_grpo.command_line import alerts, checks, command_line, help_text
 from flow_grpo.data import prompts
 from flow_grpo.monitoring import provenance
 from flow_grpo.settings import table

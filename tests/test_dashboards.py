@@ -19,11 +19,11 @@ import warm
 from PIL import Image
 from small import ENV, ROOT, no_file_above, random_images
 
-from flow_grpo.base import alerts
 from flow_grpo.base.distributed import over_ranks
 from flow_grpo.base.errors import WriteFailed
 from flow_grpo.base.pixels import to_uint8
 from flow_grpo.base.prompt import Prompt
+from flow_grpo.command_line import alerts
 from flow_grpo.data.prompts import Split
 from flow_grpo.evaluation.evaluation import Scores
 from flow_grpo.monitoring import dashboard, plots, progress, sheets, trackers

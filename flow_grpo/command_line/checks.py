@@ -8,10 +8,10 @@ from ml_collections import ConfigDict
 
 from flow_grpo import rewards
 from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs
-from flow_grpo.base import alerts
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.metric_table import names_score
+from flow_grpo.command_line import alerts
 from flow_grpo.diffusers_patch.sampling_params import check_noise_level
 from flow_grpo.settings import stored_config, table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES, Objective

@@ -14,10 +14,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.base import alerts, folders, locations, signals
+from flow_grpo.base import folders, locations, signals
 from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.formatting import in_one_line, quoted
-from flow_grpo.command_line import checks, help_text, launcher, terminal
+from flow_grpo.command_line import alerts, checks, help_text, launcher, terminal
 from flow_grpo.command_line.overrides import config_of, split
 from flow_grpo.settings.sections import Config
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from flow_grpo.base import alerts, folders
+from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, quoted
+from flow_grpo.command_line import alerts
 from flow_grpo.monitoring import provenance
 from flow_grpo.monitoring.sheets import Sheet
 from flow_grpo.settings.sections import Config

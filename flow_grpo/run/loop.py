@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from flow_grpo.base import alerts, distributed, folders, signals
+from flow_grpo.base import distributed, folders, signals
 from flow_grpo.checkpoints import checkpoints
+from flow_grpo.command_line import alerts
 from flow_grpo.command_line.checks import evaluates
 from flow_grpo.monitoring import health, model_card, provenance
 from flow_grpo.monitoring.dashboard import attempt, explained
