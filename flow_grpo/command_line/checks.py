@@ -28,11 +28,6 @@ BASES = {  # sample.rollout_weights -> the values of base_precision beneath it
 }
 
 
-def evaluates(config: Config) -> bool:
-    """Return whether a run ever evaluates images."""
-    return bool(config.eval_freq and config.eval.num_prompts)
-
-
 @dataclass(frozen=True)
 class Script:
     """A script's demands on its config."""
@@ -172,7 +167,7 @@ def _check_meaning(config: Config) -> None:
             f"config.eval.best_by is {quoted(chosen)}; it may be 'avg', a reward that is measured "
             f"({', '.join(names)}), or a figure of one, such as 'shapes_accuracy'"
         )
-    if config.health.action == "roll_back" and not evaluates(config):
+    if config.health.action == "roll_back" and not config.evaluates:
         raise UserError(
             f"config.health.action is 'roll_back', but with config.eval_freq {config.eval_freq} and "
             f"config.eval.num_prompts {config.eval.num_prompts} no evaluation says to what; set both"
@@ -269,4 +264,4 @@ def check_forward(sample: Sample) -> None:
 
 GRPO, PR = Script(table.GRPO, check_windowed_groups), Script(table.PR, check_branches)
 NFT, DISTILL = Script(table.NFT, check_forward), Script(table.DISTILL, check_window)
-DPO = Script(table.DPO, check_groups, plan_pairs, lambda config: not config.preferences.path or evaluates(config))
+DPO = Script(table.DPO, check_groups, plan_pairs, lambda config: not config.preferences.path or config.evaluates)

@@ -74,7 +74,7 @@ def _epochs(config: Config, plan: BatchPlan) -> list[str]:
 
 def evaluations(config: Config, evaluated: list[Split]) -> list[str]:
     """Lines about the prompts that choose the best policy, and about the test prompts if these are others."""
-    if not checks.evaluates(config):
+    if not config.evaluates:
         return ["no evaluation: eval_freq or eval.num_prompts is 0"]
     noises = config.eval.noises_per_prompt
     steps = config.eval.num_steps

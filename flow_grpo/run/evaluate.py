@@ -10,7 +10,6 @@ from flow_grpo.base.formatting import with_error
 from flow_grpo.base.pixels import beside_sources
 from flow_grpo.base.prompt import Prompt, captions_of
 from flow_grpo.checkpoints import best
-from flow_grpo.command_line.checks import evaluates
 from flow_grpo.evaluation import evaluation
 from flow_grpo.run import save
 from flow_grpo.run.run import Run
@@ -34,7 +33,7 @@ def evaluate(run: Run, epoch: int, last: bool = False) -> None:
 def due_kinds(config: Config, epoch: int, last: bool = False) -> set[str]:
     """Return which kinds of lines of metrics.jsonl are due before an epoch, or after the last one: "eval", "test"."""
     kinds = set()
-    if not evaluates(config):
+    if not config.evaluates:
         return kinds
     if last or epoch % config.eval_freq == 0:
         kinds.add("eval")
@@ -55,7 +54,7 @@ def remaining_kinds(run: Run) -> set[str]:
     made_again = config.eval_freq and (last or run.epoch % config.eval_freq == 0)
     if not made_again:
         kinds.add("validation")
-    cannot_compare = evaluates(config) and run.best_evaluation is None
+    cannot_compare = config.evaluates and run.best_evaluation is None
     if not cannot_compare:
         kinds |= {"eval", "test"} - due_kinds(config, run.epoch, last)
     return kinds

@@ -9,7 +9,6 @@ from pathlib import Path
 from flow_grpo.base import distributed, folders, signals
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.command_line import alerts
-from flow_grpo.command_line.checks import evaluates
 from flow_grpo.monitoring import health, model_card, provenance
 from flow_grpo.monitoring.dashboard import attempt, explained
 from flow_grpo.run import evaluate, update
@@ -159,7 +158,7 @@ def finish(run: Run) -> None:
     evaluate.evaluate(run, run.epoch, last=True)
     with explained(run.folder):
         export(run, run.folder)
-    if evaluates(run.config):
+    if run.config.evaluates:
         evaluate.conclude(run)
     if run.loaded_pool:
         run.loaded_pool.close()

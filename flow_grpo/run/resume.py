@@ -10,7 +10,6 @@ from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.command_line import checks
-from flow_grpo.command_line.checks import evaluates
 from flow_grpo.data.prompts import PromptFile
 from flow_grpo.monitoring import dashboard, provenance
 from flow_grpo.monitoring.plots import read_metrics
@@ -319,7 +318,7 @@ def resume(run: Run, place: Place, checkpoint: Path) -> None:
         run.learning_rate_factor = progress.learning_rate_factor
     run.num_roll_backs = progress.num_roll_backs
     run.evaluations_since = progress.evaluations_since
-    if evaluates(run.config):
+    if run.config.evaluates:
         wanted = best_candidate(run, run.epoch, {})
         before = None
         if progress.evaluation:

@@ -18,7 +18,6 @@ from flow_grpo.algorithms.advantages import (
 from flow_grpo.base import distributed
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.base.prompt import captions_of
-from flow_grpo.command_line.checks import evaluates
 from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples
 from flow_grpo.monitoring import health
@@ -83,7 +82,7 @@ def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = Non
         scores = run.pool.submit(samples.images.flatten(0, -4), prompts)
     latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
     shown = None
-    if 0 in batch.image_numbers and evaluates(run.config) and is_due(run.config.eval_freq, run.epoch):
+    if 0 in batch.image_numbers and run.config.evaluates and is_due(run.config.eval_freq, run.epoch):
         shown = Shown(samples.images.cpu(), captions_of(batch.prompts))
     return Submitted(list(batch.image_numbers), groups, scores, latents, shown)
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from flow_grpo.base import distributed, signals
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints, exports
-from flow_grpo.command_line.checks import evaluates
 from flow_grpo.monitoring.dashboard import explained
 from flow_grpo.run.run import EpochStart, Run
 from flow_grpo.settings import table
@@ -54,7 +53,7 @@ def _save_state(
     tensors = state(run)
     _check_finite(run, tensors)
     evaluation = None
-    if evaluates(run.config):
+    if run.config.evaluates:
         evaluation = best.settings_of(best_candidate(run, epoch, {}))
     progress = checkpoints.Progress(
         epoch=epoch,

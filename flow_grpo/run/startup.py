@@ -14,7 +14,6 @@ from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import checks
-from flow_grpo.command_line.checks import evaluates
 from flow_grpo.data import embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
@@ -103,7 +102,7 @@ def _say_cautions(run: Run, texts: Prompts) -> None:
     run.board.say(trackers.notice(config.logger, run.folder))
     run.board.say(dry_run.overlap(texts.train, texts.evaluated))
     run.board.say(checks.caution(config))
-    if evaluates(config) and run.choosing_prompts.name == "test":
+    if config.evaluates and run.choosing_prompts.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
 
 
@@ -253,7 +252,7 @@ def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[P
     model = family.without_weights(config.model)
     model.check_size(training_size(config))
     model.check_steps(config.sample.num_steps, "config.sample.num_steps")
-    if evaluates(config):
+    if config.evaluates:
         model.check_steps(config.eval.num_steps, "config.eval.num_steps")
     texts = _load_prompts(config, stored_prompts)
     scored = []
@@ -271,7 +270,7 @@ def _load_prompts(config: Config, stored_prompts: list[Prompt] | None) -> Prompt
     files = {}
     if drawn:
         files["train"] = _open_split(config, "train")
-    if drawn or evaluates(config):
+    if drawn or config.evaluates:
         if prompts.find_file(config.dataset, "validation"):
             files["validation"] = _open_split(config, "validation")
         files["test"] = _open_split(config, "test")
@@ -282,7 +281,7 @@ def _load_prompts(config: Config, stored_prompts: list[Prompt] | None) -> Prompt
     if "validation" in files:
         choosing = prompts.Split("validation", files["validation"].prompts)
     evaluated = []
-    if evaluates(config):
+    if config.evaluates:
         evaluated = [test] if choosing is test else [choosing, test]
     train = files["train"].prompts if drawn else stored_prompts
     return Prompts(train, choosing, test, evaluated, drawn, list(files.values()))

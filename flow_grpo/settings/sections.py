@@ -461,3 +461,8 @@ class Config(Section):
     preferences: Preferences = field(default_factory=Preferences)
     eval: Eval = field(default_factory=Eval)
     health: Health = field(default_factory=Health)
+
+    @property
+    def evaluates(self) -> bool:
+        """Return whether the run ever evaluates images."""
+        return bool(self.eval_freq and self.eval.num_prompts)
