@@ -250,7 +250,7 @@ def chosen_prompts(args: argparse.Namespace, config: Config) -> prompts.Split:
     # Prompts of one's own are all evaluated, those of a run as many as the run evaluated.
     if args.prompts and args.num_prompts is None:
         return split
-    return evaluation.part_of(split, config)
+    return evaluation.part_of(split, config.eval.num_prompts)
 
 
 def check_common(
@@ -275,7 +275,7 @@ def checked_family(args: argparse.Namespace, candidate: Candidate, split: prompt
     """Return a policy's model class. Raises UserError, before any weight is loaded, for a model, a setting or a size
     that it cannot be evaluated with."""
     config = candidate.config
-    family = model_classes.resolve(config)
+    family = model_classes.resolve(config.model, config.model_class)
     policies_to_compare.check_candidate(candidate, family)
     light = family.without_weights(config.model)
     light.check_prompts(split.prompts, config.text_tokens)
@@ -308,18 +308,18 @@ def score_policy(
     guided = any(model.is_guided(scale) for scale in scales)
     encode = partial(model.encode, width=config.text_tokens, guided=guided)
     embed_one = embedding_cache.remembered(lambda prompt: encode([prompt]))
-    common = evaluation.Sampler(
+    sampler = evaluation.Sampler(
         model=model,
         velocity=partial(policies.predict, model, config.precision),
         pool=pool,
         bar=partial(progress.shown, say=say if distributed.is_main() else None),
         embed=lambda prompts: Condition.concat([embed_one(prompt) for prompt in prompts]),
-        config=config,
+        size=sizes[0],
+        settings=config.eval,
+        vae_batch_size=config.vae_batch_size,
     )
     for scale, size in itertools.product(scales, sizes):
-        evaluated = replace(config.eval, guidance_scale=scale)
-        drawn = replace(config, height=size.height, width=size.width, eval=evaluated)
-        sampler = replace(common, config=drawn)
+        sampler = replace(sampler, size=size, settings=replace(config.eval, guidance_scale=scale))
         settings = dict(
             policy=candidate.name,
             weights=candidate.weights,

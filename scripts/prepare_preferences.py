@@ -154,9 +154,9 @@ def checked_source(editable: ConfigDict, options: Options) -> tuple[Config, Flow
     script = preparing(options)
     config = checks.check(editable, script)
     script.plan(config, 1)
-    family = model_classes.resolve(config)
+    family = model_classes.resolve(config.model, config.model_class)
     config = model_classes.with_digest(config, family)
-    load_weights.check_model(config, family)
+    load_weights.check_model(config.model, config.lora, family)
     light = family.without_weights(config.model)
     light.check_size(training_size(config))
     if options.source:
@@ -193,7 +193,7 @@ class FromRollouts:
         self.config = config
         self.model = policies_to_compare.load_candidate(policy, family, device)
         self.pool = Pool(device, config.reward_fn, (), config.reward)
-        self.fast = policies.fast_forwards(config, self.model.transformer)
+        self.fast = policies.fast_forwards(config.sample.rollout_weights, self.model.transformer)
 
     def make(self, rows: list[Prompt], first: int) -> Made:
         """Make pairs of prompts; `first` is the number of the first one in the source."""

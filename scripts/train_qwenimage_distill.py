@@ -33,7 +33,7 @@ from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.run.update import backward, optimizer_step, recompute_steps, updates
 from flow_grpo.settings import declared
-from flow_grpo.settings.sections import Config
+from flow_grpo.settings.sections import Config, Lora
 from flow_grpo.weights import fsdp_utils, load_weights, policies
 from flow_grpo.weights.ema import Ema
 
@@ -44,19 +44,19 @@ def check_teachers(config: Config) -> None:
         raise UserError(
             "config.train.teachers is (); name folders of LoRA adapters to learn from, such as best/ of runs"
         )
+    family = model_classes.resolve(config.model, config.model_class)
     for folder in config.train.teachers:
-        as_start = replace(config, lora=replace(config.lora, path=folder))
         try:
-            load_weights.check_model(as_start, model_classes.resolve(config))
+            load_weights.check_model(config.model, replace(config.lora, path=folder), family)
         except UserError as error:
             raise UserError(f"config.train.teachers: {error}".replace("lora.path", "a teacher")) from error
 
 
-def load_teacher(run: Run, folder: str) -> Ema:
-    """Load the policy of a LoRA folder, in the layout of the student's adapter."""
-    policy = Ema(fsdp_utils.trainable_parameters(run.model.transformer))
+def load_teacher(transformer: torch.nn.Module, lora: Lora, folder: str) -> Ema:
+    """Load the policy of a LoRA folder, in the layout of the student's adapter, which `lora` describes."""
+    policy = Ema(fsdp_utils.trainable_parameters(transformer))
     with policy.applied():
-        fsdp_utils.fill_weights(run.model.transformer, None, policies.stored_adapter(folder, run.config.lora))
+        fsdp_utils.fill_weights(transformer, None, policies.stored_adapter(folder, lora))
     return policy
 
 
@@ -89,7 +89,7 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients) -> No
     check_teachers(checks.check(config, checks.DISTILL))
     declared.check(config, rollout=rollout, add_gradients=add_gradients)
     run = start(config, checks.DISTILL)
-    teachers = [load_teacher(run, folder) for folder in run.config.train.teachers]
+    teachers = [load_teacher(run.model.transformer, run.config.lora, folder) for folder in run.config.train.teachers]
     for epoch in range(run.epoch, run.config.num_epochs):
         # Every config.eval_freq epochs, score the averaged weights on the prompts that choose best/.
         evaluate(run, epoch)

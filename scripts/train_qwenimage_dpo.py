@@ -66,7 +66,7 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
         train = files["train"]
         held_out = files["validation"]
         prompts = train.prompts
-    model = model_classes.resolve(checked).without_weights(checked.model)
+    model = model_classes.resolve(checked.model, checked.model_class).without_weights(checked.model)
     levels = model.noise_levels(checked.sample.num_steps, training_size(checked))
     run = start(config, checks.DPO, reference=True, stored_prompts=prompts)
     if train and not held_out:
@@ -76,7 +76,7 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
 
 def open_stored_pairs(config: Config) -> dict[str, preferences.PairFiles]:
     """Open the pairs of config.preferences.path, by split. Raises UserError if an update takes more than there are."""
-    model = model_classes.resolve(config).without_weights(config.model)
+    model = model_classes.resolve(config.model, config.model_class).without_weights(config.model)
     size = training_size(config)
     model.check_size(size)
     folder = config.preferences.path

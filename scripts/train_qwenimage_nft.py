@@ -32,7 +32,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
-from flow_grpo.run.update import backward, optimizer_step, record_by_step, update_guidance, updates
+from flow_grpo.run.update import backward, optimizer_step, record_by_step, updates
 from flow_grpo.settings import declared
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 
@@ -100,7 +100,7 @@ def frozen_velocities(run: Run, rows: ImageRows, x_t: Tensor) -> tuple[Tensor, T
 
     Call it before the trained policy's forward: it swaps weights in place, which that policy's graph would not survive.
     """
-    scale = update_guidance(run.config)
+    scale = run.update_guidance
     reference = None
     with torch.no_grad():
         with run.extra_policies[OLD].applied():
@@ -121,7 +121,7 @@ def add_gradients(run: Run, rows: ImageRows) -> None:
     noise = draw_noise(run, rows)
     x_t = noised(rows.x_0, noise, rows.timesteps)
     old, reference = frozen_velocities(run, rows, x_t)
-    velocity = run.velocity(x_t, rows.timesteps, rows.condition, update_guidance(run.config))
+    velocity = run.velocity(x_t, rows.timesteps, rows.condition, run.update_guidance)
     step = ForwardStep(
         velocity=velocity,
         old_velocity=old,

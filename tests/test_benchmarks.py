@@ -67,7 +67,7 @@ def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(scrip
     assert name == re.sub("flux2_klein(_9b)?|qwenimage_21|flux|sd3", "qwenimage", script)
     with random_model.registered(family, "Random"):
         assert model_classes.of_folder(config.model) is family
-        load_weights.check_model(settings, family)
+        load_weights.check_model(settings.model, settings.lora, family)
         model_files.check_weights(config.model, family)
         assert all(weight.is_meta for weight in family.empty_transformer(config.model).parameters())
 

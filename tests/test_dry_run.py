@@ -102,12 +102,12 @@ def test_prompts_that_are_trained_on_and_evaluated_are_named():
 def test_test_prompts_are_counted_when_they_are_drawn():
     config = config_of("shapes_qwenimage", eval_freq=5)
     splits = [Split("validation", as_prompts(["a"])), Split("test", as_prompts(["b", "c"]))]
-    choosing, tests = dry_run.evaluations(config, splits)
+    choosing, tests = dry_run.evaluations(table.typed(config), splits)
     assert "every 5 epochs: 1 validation" in choosing
     assert "at the end: 2 test" in tests
     config.eval.test_freq = 20
-    assert "every 20 epochs: 2 test" in dry_run.evaluations(config, splits)[1]
-    assert len(dry_run.evaluations(config, splits[1:])) == 1
+    assert "every 20 epochs: 2 test" in dry_run.evaluations(table.typed(config), splits)[1]
+    assert len(dry_run.evaluations(table.typed(config), splits[1:])) == 1
 
 
 @pytest.mark.parametrize(("kind", "num_extra"), [("window", 0), ("nft", 1), ("online dpo", 0)])

@@ -63,7 +63,7 @@ def test_only_a_higher_finite_value_is_better():
 
 def test_a_figure_that_no_reward_has_cannot_choose():
     """Which is known once there are figures; a reward that there is not: test_refusals.py."""
-    run = SimpleNamespace(config=Config(eval=Eval(best_by="shapes_beauty")), choosing_prompts=None, size=None)
+    run = SimpleNamespace(config=Config(eval=Eval(best_by="shapes_beauty")), prompts=None, size=None)
     figures = dict(avg=0.5, shapes=0.5, shapes_accuracy=0.5)
     assert_refused([("", lambda: save.best_candidate(run, 0, figures), ["'shapes_beauty'", "avg, shapes, shapes_ac"])])
 

@@ -140,7 +140,7 @@ def of_an_earlier_version(pipeline, folder, alpha=TRAINED.alpha):
 def by_a_run(folder, alpha, rank=4):
     """The transformer of a run of this alpha that starts from a LoRA."""
     config = Config(lora=lora(rank, alpha, folder))
-    load_weights.check_model(config, QwenImage)
+    load_weights.check_model(config.model, config.lora, QwenImage)
     model = QwenImage.load(config.model, torch.device("cpu"))
     policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
     load_weights.fill_model(config, model)

@@ -105,7 +105,7 @@ def seeing_padding(condition):
 
 def merged_adapter(monkeypatch):
     monkeypatch.setattr(policies, "fast_forwards", lambda _, model: policies.MergedWeights(model).applied)
-    monkeypatch.setattr(runs.Run, "exact", property(lambda run: policies.fast_forwards(None, run.model.transformer)))
+    monkeypatch.setattr(runs.Run, "exact", property(lambda run: policies.fast_forwards("", run.model.transformer)))
 
 
 def older_weights(monkeypatch):

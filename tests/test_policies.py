@@ -250,7 +250,7 @@ def by_a_run(folder):
     """As a run of its rank and alpha begins with it."""
     adapter = lora_files.read_adapter(folder)
     config = Config(lora=Lora(rank=adapter.rank, alpha=adapter.alpha, path=str(folder)))
-    load_weights.check_model(config, QwenImage)
+    load_weights.check_model(config.model, config.lora, QwenImage)
     model = QwenImage.load(config.model, torch.device("cpu"))
     policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
     load_weights.fill_model(config, model)

@@ -73,7 +73,7 @@ def test_no_layer_of_a_base_of_8_bits_keeps_exact_products_where_fast_ones_are_a
     config = config_of("shapes_qwenimage", **how)
     policies.attach(model.transformer, config.lora, model.LORA_TARGETS)
     quantisation.quantise_units(model.transformer, model.SHARD_UNITS, "fp8_weights")
-    with policies.fast_forwards(config, model.transformer)():
+    with policies.fast_forwards(config.sample.rollout_weights, model.transformer)():
         layers = quantised_layers(model.transformer)
         assert layers
         assert all(layer.rounds_x for layer in layers.values())

@@ -21,27 +21,27 @@ def of_folder(folder: str) -> type[FlowModel]:
     return _of_class(pipeline_name(folder), f"config.model {folder!r} holds")
 
 
-def resolve(config: Config) -> type[FlowModel]:
+def resolve(model: str, model_class: str) -> type[FlowModel]:
     """Find the class of config.model, or import the one that config.model_class names. Raises UserError where there is
     none, it is for another pipeline, or its source has not the digest that is stored with its name."""
-    if not config.model_class:
-        return of_folder(config.model)
-    name, _, stored = config.model_class.partition("@")
-    model_class = _imported(name)
-    pipeline = pipeline_name(config.model)
-    if model_class.PIPELINE.__name__ != pipeline:
+    if not model_class:
+        return of_folder(model)
+    name, _, stored = model_class.partition("@")
+    imported = _imported(name)
+    pipeline = pipeline_name(model)
+    if imported.PIPELINE.__name__ != pipeline:
         raise UserError(
-            f"config.model_class {name!r} is for a {model_class.PIPELINE.__name__}; config.model {config.model!r} "
+            f"config.model_class {name!r} is for a {imported.PIPELINE.__name__}; config.model {model!r} "
             f"holds a {pipeline}"
         )
-    source = inspect.getfile(model_class)
-    digest = _source_digest(model_class)
+    source = inspect.getfile(imported)
+    digest = _source_digest(imported)
     if stored and stored != digest:
         raise UserError(
             f"config.model_class {name!r} was stored with the digest {stored}, but {source} has {digest}: put the old "
             f"source there, or set model_class={name} to take the new one"
         )
-    return model_class
+    return imported
 
 
 def with_digest(config: Config, model_class: type[FlowModel]) -> Config:

@@ -21,12 +21,12 @@ from flow_grpo.diffusers_patch.denoise_with_logprob import Velocity
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples, SamplingJob, sample
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
-from flow_grpo.diffusers_patch.size import training_size
+from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.evaluation import estimates, variety
 from flow_grpo.evaluation.estimates import Estimate
 from flow_grpo.scoring.pool import Pending, Pool
 from flow_grpo.scoring.scorers import join_scores
-from flow_grpo.settings.sections import Config
+from flow_grpo.settings.sections import Eval
 
 NUM_SHOWN = 12  # images that trackers and samples.png show
 Item = TypeVar("Item")
@@ -41,7 +41,9 @@ class Sampler:
     velocity: Velocity  # the policy
     pool: Pool  # of the rewards
     bar: Callable  # (iterable, description) -> the same under a progress bar
-    config: Config  # of which height, width, vae_batch_size and eval are read
+    size: Size
+    settings: Eval
+    vae_batch_size: int
 
 
 class Scores(NamedTuple):
@@ -72,7 +74,7 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: i
         num_shown: of how many prompts, evenly spread, the image of the first noise is returned.
     """
     num_prompts = len(split.prompts)
-    batch_size = sampler.config.eval.batch_size
+    batch_size = sampler.settings.batch_size
     rows = list(itertools.product(seeds, range(num_prompts)))
     shown = spread(range(num_prompts), num_shown)
     varies = len(seeds) > 1
@@ -86,7 +88,7 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: i
         # Batches that only keep step with other ranks add nothing, but make the same calls.
         measured = [number for _, number in batch_rows] if counts and varies else []
         labels = rewards.image_labels(sampler.pool.scorers, sampled.images, [split.prompts[i] for i in measured])
-        distances.add(sampler.model.features(sampled.latents, training_size(sampler.config)), measured)
+        distances.add(sampler.model.features(sampled.latents, sampler.size), measured)
         if counts:
             batches.append(_Batch(start, {}, _shown_of(sampled.images, start, shown), labels))
             pending.append(scores)
@@ -180,7 +182,7 @@ def noise_generator(split: str, seed: int, number: int) -> torch.Generator:
 
 def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]) -> tuple[Samples, Pending]:
     """Draw the images of (seed, number of the prompt) rows, and begin to score them."""
-    config = sampler.config
+    settings = sampler.settings
     prompts = []
     generators = []
     for seed, number in rows:
@@ -190,15 +192,15 @@ def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]) -> tuple[
         sampler.model,
         sampler.embed(prompts),
         generators,
-        SamplingParams(config.eval.num_steps, config.eval.guidance_scale),
-        training_size(config),
+        SamplingParams(settings.num_steps, settings.guidance_scale),
+        sampler.size,
     )
     # A compiled decode is filled up with copies to its batch size, so it is no larger than there are images.
-    decoded_together = min(config.vae_batch_size, config.eval.batch_size)
+    decoded_together = min(sampler.vae_batch_size, settings.batch_size)
     sampled = sample(job, noisy_steps=range(0), velocity=sampler.velocity, vae_batch_size=decoded_together)
     return sampled, sampler.pool.submit(sampled.images, prompts, everything=True)
 
 
-def part_of(split: Split, config: Config) -> Split:
-    """Return the eval.num_prompts of a split that are drawn."""
-    return split._replace(prompts=spread(split.prompts, config.eval.num_prompts))
+def part_of(split: Split, num_prompts: int) -> Split:
+    """Return a split with at most this many of its prompts, evenly spread."""
+    return split._replace(prompts=spread(split.prompts, num_prompts))

@@ -12,6 +12,7 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import part_of
 from flow_grpo.run import measured
+from flow_grpo.run.run import Experiment
 from flow_grpo.settings.sections import Config
 from flow_grpo.weights import policies
 
@@ -25,31 +26,22 @@ HEADER_BYTES = 600
 GB = 1e9
 
 
-def describe(
-    config: Config,
-    plan: BatchPlan,
-    family: type[FlowModel],
-    train: list[Prompt],
-    evaluated: list[Split],
-    num_extra: int,
-    guided: bool,
-) -> str:
+def describe(experiment: Experiment, num_extra: int) -> str:
     """Return the lines that --dry_run prints.
 
     Args:
-        plan: for config.dry_run GPUs.
-        evaluated: each split once, the choosing one first.
+        experiment: planned for config.dry_run GPUs.
         num_extra: number of policies that the script keeps beside the trained one.
-        guided: whether negative prompts are encoded, too.
     """
+    config, family, plan, prompts = experiment
     lines = [
         *_epochs(config, plan),
-        *evaluations(config, evaluated),
+        *evaluations(config, prompts.evaluated),
         gpu(config, plan),
         *_memory(config, family, num_extra),
-        _cache(config, family, train, evaluated, guided),
+        _cache(experiment),
         _licence(config.model),
-        overlap(train, evaluated),
+        overlap(prompts.train, prompts.evaluated),
         checks.caution(config),
     ]
     return "\n".join(line for line in lines if line)
@@ -84,7 +76,7 @@ def evaluations(config: Config, evaluated: list[Split]) -> list[str]:
         test_times = f"every {config.eval.test_freq} epochs"
     lines = []
     for split, times in zip(evaluated, (choosing_times, test_times)):
-        count = len(part_of(split, config).prompts)
+        count = len(part_of(split, config.eval.num_prompts).prompts)
         lines.append(f"an evaluation {times}: {count} {split.name} prompts x {noises} noises x {steps} steps")
     return lines
 
@@ -160,14 +152,15 @@ def disk_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
     return checkpoints + best + policy_bytes
 
 
-def _cache(config: Config, family: type[FlowModel], train: list[Prompt], evaluated: list[Split], guided: bool) -> str:
+def _cache(experiment: Experiment) -> str:
     """Line about the size that the cache of encoded prompts has at most; "" without one."""
-    prompts = {prompt.digest: prompt for prompt in train}
-    for split in evaluated:
+    config = experiment.config
+    prompts = {prompt.digest: prompt for prompt in experiment.prompts.train}
+    for split in experiment.prompts.evaluated:
         prompts |= {prompt.digest: prompt for prompt in split.prompts}
     if not config.cache_dir or not prompts:
         return ""
-    size = cached_bytes(config, family, [*prompts.values()], guided)
+    size = cached_bytes(config, experiment.family, [*prompts.values()], experiment.is_guided)
     return (
         f"{config.cache_dir}: at most {size / GB:.2g} GB of {len(prompts):,} prompts in float32, less in the bf16 of a "
         "GPU"

@@ -62,14 +62,23 @@ def remaining_kinds(run: Run) -> set[str]:
 
 def sampler_of(run: Run) -> evaluation.Sampler:
     """Make the sampler of the policy that a run's transformer carries."""
-    return evaluation.Sampler(run.model, run.embed, run.velocity, run.pool, run.board.bar, run.config)
+    return evaluation.Sampler(
+        model=run.model,
+        embed=run.embed,
+        velocity=run.velocity,
+        pool=run.pool,
+        bar=run.board.bar,
+        size=run.size,
+        settings=run.config.eval,
+        vae_batch_size=run.config.vae_batch_size,
+    )
 
 
 def score_choosing(run: Run, epoch: int) -> dict[str, float]:
     """Score the averaged weights on the prompts that choose the best; log means and images. Returns the means by
     name."""
     settings = run.config.eval
-    split = evaluation.part_of(run.choosing_prompts, run.config)
+    split = evaluation.part_of(run.prompts.choosing, settings.num_prompts)
     with run.ema.applied(), run.board.timed("eval"):
         scores = evaluation.score(sampler_of(run), split, range(settings.noises_per_prompt), evaluation.NUM_SHOWN)
     means = evaluation.means(scores, settings.best_by)
@@ -92,19 +101,20 @@ def _log_shown_images(run: Run, epoch: int, prompts: list[Prompt], scores: evalu
 
 def score_test(run: Run) -> dict[str, float]:
     """Score the policy that the transformer carries on the test prompts. Returns means by name, and by category."""
+    settings = run.config.eval
     with run.board.timed("eval"):
-        split = evaluation.part_of(run.test_prompts, run.config)
-        scores = evaluation.score(sampler_of(run), split, range(run.config.eval.noises_per_prompt))
+        split = evaluation.part_of(run.prompts.test, settings.num_prompts)
+        scores = evaluation.score(sampler_of(run), split, range(settings.noises_per_prompt))
 
     # Raises if too many scores failed.
     run.pool.masked_shares(scores.values)
-    return evaluation.means(scores, run.config.eval.best_by) | evaluation.means_by_category(scores, split)
+    return evaluation.means(scores, settings.best_by) | evaluation.means_by_category(scores, split)
 
 
 def _evaluate_test(run: Run, epoch: int, choosing_means: dict[str, float] | None) -> None:
     """Log the means of the averaged weights on the test prompts: `choosing_means`, if these prompts choose, too."""
     means = choosing_means
-    if means is None or run.choosing_prompts.name != run.test_prompts.name:
+    if means is None or run.prompts.choosing.name != run.prompts.test.name:
         with run.ema.applied():
             means = score_test(run)
     run.test_figures = means
@@ -146,7 +156,7 @@ def conclude(run: Run) -> None:
     if chosen is None or folder is None:
         run.board.say(f"{run.folder}: {why_no_best(run)}, so there is no best policy")
         return
-    if chosen.split == run.test_prompts.name:
+    if chosen.split == run.prompts.test.name:
         best_means = chosen.figures
     elif chosen.epoch == run.epoch:
         best_means = run.test_figures

@@ -3,7 +3,6 @@ ask for the end."""
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from flow_grpo.base import distributed, folders, signals
@@ -50,7 +49,8 @@ def log_epoch(run: Run, epoch: int) -> None:
     run.last_epoch_s = now - run.epoch_began_s
     run.epoch_began_s = now
     if signal_name:
-        save_and_stop(run)
+        save(run)
+        raise signals.Interrupted
 
 
 def judge_health(run: Run, epoch: int) -> None:
@@ -179,24 +179,12 @@ def _say_end(run: Run) -> None:
         run.board.say(f"python -m flow_grpo.monitoring.report {run.folder} writes a page of it")
 
 
-def listen_to_signals(run: Run) -> None:
-    """Take the process's signals from here on."""
-    signals.listen(partial(lacks_time, run), partial(conclude_after_signal, run))
-
-
 def lacks_time(run: Run) -> bool:
     """Return whether the epoch will probably not end within config.signal_grace_s of the signal, by the length of the
     last one. False becomes True once that time is over."""
     now = time.monotonic()
     ends_s = max(run.epoch_began_s + run.last_epoch_s, now)
     return ends_s > signals.received.at_s + run.config.signal_grace_s
-
-
-def save_and_stop(run: Run) -> None:
-    """Save the run, which has just completed an epoch, on all ranks, and raise Interrupted."""
-    if run.epoch > run.saved_epoch:
-        save(run)
-    raise signals.Interrupted
 
 
 def conclude_after_signal(run: Run) -> str:

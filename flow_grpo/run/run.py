@@ -30,9 +30,46 @@ from flow_grpo.monitoring.dashboard import Dashboard
 from flow_grpo.monitoring.metrics import Meter, RowValues
 from flow_grpo.run.input_files import Inputs
 from flow_grpo.scoring.pool import Pool
+from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
 from flow_grpo.weights import fsdp_utils, policies
 from flow_grpo.weights.ema import Ema
+
+
+class Prompts(NamedTuple):
+    """All prompts of a run."""
+
+    train: list[Prompt]
+    choosing: prompts.Split  # evaluated to choose the best policy
+    test: prompts.Split  # choose nothing, but where the data set has no validation prompts
+    evaluated: list[prompts.Split]  # each once; [] where nothing is evaluated
+    drawn: bool  # whether images of the training prompts are made; not where they are stored
+    files: list[prompts.PromptFile]  # of the data set, those that were opened
+
+    @property
+    def any(self) -> Prompt | None:
+        """A prompt that images are made of; None if no image is ever made."""
+        if self.drawn:
+            return self.train[0]
+        for split in self.evaluated:
+            return split.prompts[0]
+        return None
+
+
+class Experiment(NamedTuple):
+    """A run that has passed all checks, before anything of it is loaded."""
+
+    config: Config
+    family: type[FlowModel]
+    plan: batch_plan.BatchPlan
+    prompts: Prompts
+
+    @property
+    def is_guided(self) -> bool:
+        """Return whether any forward needs the negative prompt."""
+        # Every setting of a guidance scale has a name that ends so.
+        scale_keys = [key for key in table.BY_KEY if key.endswith("guidance_scale")]
+        return any(self.family.is_guided(table.value_of(self.config, key)) for key in scale_keys)
 
 
 class EpochStart(NamedTuple):
@@ -52,9 +89,7 @@ class Run:
     world_size: int
     device: torch.device
     model: FlowModel  # its transformer is the policy
-    train_prompts: list[Prompt]
-    choosing_prompts: prompts.Split  # evaluated to choose the best policy
-    test_prompts: prompts.Split  # choose nothing, but where the data set has no validation prompts
+    prompts: Prompts
     loaded_pool: Pool | None  # of the rewards; None where no image is ever made
     optimizer: torch.optim.AdamW
     ema: Ema
@@ -108,6 +143,11 @@ class Run:
     def params(self) -> SamplingParams:
         """Parameters by which the rollout samples and the update computes log-probs anew."""
         return SamplingParams.of(self.config.sample)
+
+    @property
+    def update_guidance(self) -> float:
+        """Guidance scale of the policy's forwards in the update."""
+        return self.config.train.guidance_scale or self.config.sample.guidance_scale
 
     @property
     def folder(self) -> Path:

@@ -74,7 +74,7 @@ def batches(run: Run, epoch: int, scouts_per_image: int = 0) -> Iterable[Planned
             batch_size=scouts_per_image * plan.batch_size,
             group_size=scouts_per_image * plan.group_size,
         )
-    of_rank = prompts.epoch_batches(run.train_prompts, plan, run.config.seed, epoch, run.rank, run.world_size)
+    of_rank = prompts.epoch_batches(run.prompts.train, plan, run.config.seed, epoch, run.rank, run.world_size)
     return run.board.bar(of_rank, f"epoch {epoch + 1}, {name}", total=plan.batches_per_epoch)
 
 
@@ -98,7 +98,9 @@ def sample_epoch(
             the noise.
     """
     requests = _requests(run, epoch, noisy_steps, num_branches, noise_indices, scouts_per_image)
-    fast = nullcontext if noise_indices else policies.fast_forwards(run.config, run.model.transformer)
+    fast = nullcontext
+    if not noise_indices:
+        fast = policies.fast_forwards(run.config.sample.rollout_weights, run.model.transformer)
     num_images = run.plan.num_images * max(scouts_per_image, 1)
     return _sample_requests(run, requests, fast, num_images)
 

@@ -147,8 +147,8 @@ def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Eval
     return best.Evaluation(
         epoch=epoch,
         step=run.step,
-        split=run.choosing_prompts.name,
-        num_prompts=min(settings.num_prompts, len(run.choosing_prompts.prompts)),
+        split=run.prompts.choosing.name,
+        num_prompts=min(settings.num_prompts, len(run.prompts.choosing.prompts)),
         noises_per_prompt=settings.noises_per_prompt,
         num_steps=settings.num_steps,
         guidance_scale=settings.guidance_scale,

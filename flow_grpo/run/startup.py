@@ -2,15 +2,15 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.algorithms import batch_plan
-from flow_grpo.base import distributed, folders
+from flow_grpo.base import distributed, folders, signals
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import checks
@@ -25,33 +25,13 @@ from flow_grpo.monitoring import provenance, trackers
 from flow_grpo.monitoring.dashboard import Dashboard, explained, say
 from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.run import dry_run, evaluate, loop, resume
-from flow_grpo.run.run import Run
+from flow_grpo.run.run import Experiment, Prompts, Run
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import table
-from flow_grpo.settings.sections import Config
+from flow_grpo.settings.sections import Config, Train
 from flow_grpo.weights import fsdp_utils, load_weights, model_files, policies, quantisation
 from flow_grpo.weights.ema import Ema
-
-
-class Prompts(NamedTuple):
-    """All prompts of a run."""
-
-    train: list[Prompt]
-    choosing: prompts.Split
-    test: prompts.Split
-    evaluated: list[prompts.Split]  # each once; [] where nothing is evaluated
-    drawn: bool  # whether images of the training prompts are made; not where they are stored
-    files: list[prompts.PromptFile]  # of the data set, those that were opened
-
-    @property
-    def any(self) -> Prompt | None:
-        """A prompt that images are made of; None if no image is ever made."""
-        if self.drawn:
-            return self.train[0]
-        for split in self.evaluated:
-            return split.prompts[0]
-        return None
 
 
 def start(
@@ -73,36 +53,34 @@ def start(
     """
     settings = checks.check(config, script)
     trackers.check_logger(settings.logger)
-    family = model_classes.resolve(settings)
+    family = model_classes.resolve(settings.model, settings.model_class)
     settings = model_classes.with_digest(settings, family)
     texts = _check_files(settings, family, stored_prompts)
     if settings.dry_run:
-        _end_dry_run(settings, script, family, texts, extra_policies)
+        _end_dry_run(_planned(settings, script, family, texts, settings.dry_run), len(extra_policies))
     ranks = _join_ranks(settings)
-    plan = _plan(settings, script, ranks.world_size)
-    # Text encoders and VAE are loaded only if images are made.
-    model_files.check_weights(settings.model, family, frozen_parts=texts.any is not None)
+    experiment = _planned(settings, script, family, texts, ranks.world_size)
     place = distributed.on_main(resume.take_folder, settings, texts.files).absolute()
     settings = table.with_values(settings, place.kept)
     with folders.released_on_error(place.folder):
-        run = _load(settings, family, ranks, place, plan, texts, extra_policies, reference)
+        run = _load(experiment._replace(config=settings), ranks, place, extra_policies, reference)
     if place.checkpoint:
         resume.resume(run, place, place.checkpoint)
     run.board.truncate(run.epoch, evaluate.remaining_kinds(run))
-    _say_cautions(run, texts)
+    _say_cautions(run)
     with explained(run.folder):
         distributed.on_main(provenance.note_start, run.folder, settings, run.world_size, run.epoch)
-    loop.listen_to_signals(run)
+    signals.listen(partial(loop.lacks_time, run), partial(loop.conclude_after_signal, run))
     return run
 
 
-def _say_cautions(run: Run, texts: Prompts) -> None:
+def _say_cautions(run: Run) -> None:
     """Say what to keep in mind of a run's tracker, of its prompts and of its loss."""
     config = run.config
     run.board.say(trackers.notice(config.logger, run.folder))
-    run.board.say(dry_run.overlap(texts.train, texts.evaluated))
+    run.board.say(dry_run.overlap(run.prompts.train, run.prompts.evaluated))
     run.board.say(checks.caution(config))
-    if config.evaluates and run.choosing_prompts.name == "test":
+    if config.evaluates and run.prompts.choosing.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
 
 
@@ -115,48 +93,41 @@ def _join_ranks(config: Config) -> distributed.Ranks:
     return ranks
 
 
-def _plan(config: Config, script: checks.Script, world_size: int) -> batch_plan.BatchPlan:
-    """Divide an epoch over a number of GPUs. Raises UserError if it does not divide."""
+def _planned(
+    config: Config, script: checks.Script, family: type[FlowModel], texts: Prompts, world_size: int
+) -> Experiment:
+    """Divide an epoch over a number of GPUs. Raises UserError if it does not divide, or if files of weights are not
+    whole."""
     plan = script.plan(config, world_size)
     assert plan is not None, "a script that trains has a plan"
-    return plan
-
-
-def _end_dry_run(
-    config: Config,
-    script: checks.Script,
-    family: type[FlowModel],
-    texts: Prompts,
-    extra_policies: tuple[str, ...],
-) -> NoReturn:
-    """Say what the run would be, and end the process."""
-    plan = _plan(config, script, config.dry_run)
+    # Text encoders and VAE are loaded only if images are made.
     model_files.check_weights(config.model, family, frozen_parts=texts.any is not None)
+    return Experiment(config, family, plan, texts)
+
+
+def _end_dry_run(experiment: Experiment, num_extra: int) -> NoReturn:
+    """Say what the run would be, which keeps `num_extra` policies beside the trained one, and end the process."""
     if int(os.environ.get("RANK", "0")) == 0:
-        guided = _is_guided(config, family)
-        say(dry_run.describe(config, plan, family, texts.train, texts.evaluated, len(extra_policies), guided))
-        if texts.any:
-            pool = Pool(torch.device("cpu"), config.reward_fn, config.eval.rewards, config.reward)
-            pool.try_rewards(training_size(config), texts.any)
+        say(dry_run.describe(experiment, num_extra))
+        pool = _load_rewards(experiment, torch.device("cpu"))
+        if pool:
             pool.close()
     raise SystemExit(0)
 
 
 def _load(
-    config: Config,
-    family: type[FlowModel],
+    experiment: Experiment,
     ranks: distributed.Ranks,
     place: resume.Place,
-    plan: batch_plan.BatchPlan,
-    texts: Prompts,
     extra_policies: tuple[str, ...],
     reference: bool,
 ) -> Run:
     """Load models and rewards, and make the state of the run."""
+    config = experiment.config
     train = config.train
     mesh = fsdp_utils.make_mesh(config.fsdp.mode, ranks.device, config.fsdp.offload == "weights")
-    pool = _load_rewards(config, ranks.device, texts)
-    model, embed_one = _load_frozen(config, family, ranks.device, plan, texts)
+    pool = _load_rewards(experiment, ranks.device)
+    model, embed_one = _load_frozen(experiment, ranks.device)
     lay_out(config, model, mesh)
     trained = fsdp_utils.trainable_parameters(model.transformer)
     return Run(
@@ -164,13 +135,11 @@ def _load(
         world_size=ranks.world_size,
         device=ranks.device,
         config=config,
-        plan=plan,
+        plan=experiment.plan,
         model=model,
-        train_prompts=texts.train,
-        choosing_prompts=texts.choosing,
-        test_prompts=texts.test,
+        prompts=experiment.prompts,
         loaded_pool=pool,
-        optimizer=_optimizer(config, trained),
+        optimizer=_optimizer(train, trained),
         ema=Ema(trained, train.ema_decay, train.ema_interval),
         reference=_reference(config, model.transformer) if train.beta > 0 or reference else None,
         extra_policies={name: Ema(trained) for name in extra_policies},
@@ -182,12 +151,14 @@ def _load(
     )
 
 
-def _load_rewards(config: Config, device: torch.device, texts: Prompts) -> Pool | None:
+def _load_rewards(experiment: Experiment, device: torch.device) -> Pool | None:
     """Load and try the rewards; None if no image is ever made."""
-    if texts.any is None:
+    config = experiment.config
+    prompt = experiment.prompts.any
+    if prompt is None:
         return None
     pool = Pool(device, config.reward_fn, config.eval.rewards, config.reward)
-    distributed.on_all(pool.try_rewards, training_size(config), texts.any)
+    distributed.on_all(pool.try_rewards, training_size(config), prompt)
     return pool
 
 
@@ -201,26 +172,26 @@ def _synchronizer(device: torch.device) -> Callable[[], None] | None:
     return torch.cuda.current_stream(device).synchronize
 
 
-def _load_frozen(
-    config: Config, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
-) -> tuple[FlowModel, Callable[[Prompt], Condition]]:
+def _load_frozen(experiment: Experiment, device: torch.device) -> tuple[FlowModel, Callable[[Prompt], Condition]]:
     """Load the model, its transformer still empty, and make the function from a prompt to its condition.
 
     Prompts are encoded one at a time, so that a condition does not depend on its neighbours. Text encoders are loaded
     only if config.cache_dir lacks prompts, and dropped when it has them.
     """
+    config = experiment.config
+    makes_images = experiment.prompts.any is not None
     cache = None
     missing = []
-    if config.cache_dir and texts.any:
-        cache, missing = _open_cache(config, family, device, plan, texts)
-    model = family.load(
+    if config.cache_dir and makes_images:
+        cache, missing = _open_cache(experiment, device)
+    model = experiment.family.load(
         config.model,
         device,
         vae_dtype=fsdp_utils.DTYPES[config.vae_precision],
-        alone=texts.any is None,
+        alone=not makes_images,
         text=cache is None or bool(missing),
     )
-    guided = _is_guided(config, family)
+    guided = experiment.is_guided
 
     def encode(prompt: Prompt) -> Condition:
         return model.encode([prompt], width=config.text_tokens, guided=guided)
@@ -237,7 +208,9 @@ def _load_frozen(
 
 def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
     """Raise UserError unless everything that the config names is there and fits. Returns the prompts."""
-    load_weights.check_model(config, family)
+    load_weights.check_model(config.model, config.lora, family)
+    if config.cache_dir:
+        folders.make_folder(Path(config.cache_dir), "config.cache_dir")
     if config.sample.text_multiple and not family.CUTS_PADDING:
         raise UserError(
             f"config.sample.text_multiple is {config.sample.text_multiple}, but {config.model} is conditioned on its "
@@ -269,11 +242,11 @@ def _load_prompts(config: Config, stored_prompts: list[Prompt] | None) -> Prompt
     drawn = stored_prompts is None
     files = {}
     if drawn:
-        files["train"] = _open_split(config, "train")
+        files["train"] = _open_split(config.dataset, "train")
     if drawn or config.evaluates:
         if prompts.find_file(config.dataset, "validation"):
-            files["validation"] = _open_split(config, "validation")
-        files["test"] = _open_split(config, "test")
+            files["validation"] = _open_split(config.dataset, "validation")
+        files["test"] = _open_split(config.dataset, "test")
 
     # Without validation prompts the test prompts choose the best policy, too.
     test = prompts.Split("test", files["test"].prompts if "test" in files else [])
@@ -287,9 +260,9 @@ def _load_prompts(config: Config, stored_prompts: list[Prompt] | None) -> Prompt
     return Prompts(train, choosing, test, evaluated, drawn, list(files.values()))
 
 
-def _open_split(config: Config, split: str) -> prompts.PromptFile:
+def _open_split(dataset: str, split: str) -> prompts.PromptFile:
     """Open a file of the data set; the paths of its sources do not depend on the working directory."""
-    file = prompts.open_split(config.dataset, split)
+    file = prompts.open_split(dataset, split)
     return file._replace(prompts=prompts.with_absolute_sources(file.prompts))
 
 
@@ -309,13 +282,13 @@ def lay_out(config: Config, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None
         loading.compile_decoder(model.pipeline)
 
 
-def _optimizer(config: Config, trained: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:
+def _optimizer(train: Train, trained: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:
     """AdamW of the trained parameters; the fused one saves a copy of them."""
     return torch.optim.AdamW(
         trained.values(),
-        lr=config.train.learning_rate,
-        betas=config.train.adam_betas,
-        weight_decay=config.train.weight_decay,
+        lr=train.learning_rate,
+        betas=train.adam_betas,
+        weight_decay=train.weight_decay,
         fused=next(iter(trained.values())).is_cuda,
     )
 
@@ -330,40 +303,35 @@ def _reference(config: Config, transformer: torch.nn.Module) -> policies.Referen
     )
 
 
-def _open_cache(
-    config: Config, family: type[FlowModel], device: torch.device, plan: batch_plan.BatchPlan, texts: Prompts
-) -> tuple[embedding_cache.Cache, list[Prompt]]:
+def _open_cache(experiment: Experiment, device: torch.device) -> tuple[embedding_cache.Cache, list[Prompt]]:
     """Open the cache of config.cache_dir. Returns it, and the prompts of this run that it lacks. Raises UserError if it
     cannot take them."""
+    config = experiment.config
+    family = experiment.family
     # Everything that decides an embedding: a model class of one's own may encode otherwise.
     memory = Path(config.cache_dir, folders.DIGESTS)
     version = distributed.on_main(family.text_version, config.model, memory)
-    version = version | {"guided": _is_guided(config, family)}
+    version = version | {"guided": experiment.is_guided}
     if config.model_class:
         version["model_class"] = config.model_class
     if family.MOST_SOURCES:
         version["vae_precision"] = config.vae_precision
     cache = embedding_cache.Cache(config.cache_dir, version, config.text_tokens, device)
-    missing = distributed.on_main(cache.missing, _encoded_prompts(config, plan, texts))
+    missing = distributed.on_main(cache.missing, _encoded_prompts(experiment))
     if missing:
         cache.check_writable()
     return cache, missing
 
 
-def _encoded_prompts(config: Config, plan: batch_plan.BatchPlan, texts: Prompts) -> list[Prompt]:
+def _encoded_prompts(experiment: Experiment) -> list[Prompt]:
     """Prompts that the run encodes: those that its epochs draw, and those that are evaluated."""
+    config = experiment.config
+    texts = experiment.prompts
     encoded = []
     if texts.drawn:
         for epoch in range(config.num_epochs):
-            picks = prompts.epoch_prompts(len(texts.train), plan.num_groups, config.seed, epoch)
+            picks = prompts.epoch_prompts(len(texts.train), experiment.plan.num_groups, config.seed, epoch)
             encoded += [texts.train[pick] for pick in picks]
     for split in texts.evaluated:
-        encoded += part_of(split, config).prompts
+        encoded += part_of(split, config.eval.num_prompts).prompts
     return encoded
-
-
-def _is_guided(config: Config, family: type[FlowModel]) -> bool:
-    """Return whether any forward of the run needs the negative prompt."""
-    # Every setting of a guidance scale has a name that ends so.
-    scale_keys = [key for key in table.BY_KEY if key.endswith("guidance_scale")]
-    return any(family.is_guided(table.value_of(config, key)) for key in scale_keys)

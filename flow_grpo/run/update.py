@@ -16,7 +16,6 @@ from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_lo
 from flow_grpo.monitoring import metrics
 from flow_grpo.run import save
 from flow_grpo.run.run import Run
-from flow_grpo.settings.sections import Config
 from flow_grpo.weights import fsdp_utils, offload
 
 
@@ -50,11 +49,6 @@ def updates(run: Run, rollout: Rollout[Rows]) -> Iterator[list[Rows]]:
         yield from run.board.bar(shuffled, f"epoch {run.epoch + 1}, update", train.updates_per_epoch)
 
 
-def update_guidance(config: Config) -> float:
-    """Return the guidance scale of the policy's forwards in the update."""
-    return config.train.guidance_scale or config.sample.guidance_scale
-
-
 def reference_steps(run: Run, rows: StepRows) -> SDEStep | None:
     """Score the stored outcomes under the reference; None, without a forward, where train.beta is 0.
 
@@ -62,7 +56,7 @@ def reference_steps(run: Run, rows: StepRows) -> SDEStep | None:
     """
     if run.reference is None:
         return None
-    scale = run.reference.guidance(update_guidance(run.config))
+    scale = run.reference.guidance(run.update_guidance)
     with torch.no_grad(), run.reference.applied():
         return recompute_steps(run, rows, scale)
 
@@ -74,7 +68,7 @@ def recompute_steps(run: Run, rows: StepRows, guidance_scale: float | None = Non
     kernels depend on the shape, and only in the rollout's shape does a row get the rollout's bits.
     """
     if guidance_scale is None:
-        guidance_scale = update_guidance(run.config)
+        guidance_scale = run.update_guidance
     row = torch.arange(run.plan.batch_size, device=run.device).clamp(max=len(rows.timesteps) - 1)
     latents = rows.latents[row]
     timesteps = rows.timesteps[row]
@@ -278,6 +272,6 @@ def _raise_not_finite(run: Run, grad_norm: Tensor) -> NoReturn:
 
 def _image_name(run: Run, image: int) -> str:
     """Name an image of the epoch by its global number and its prompt."""
-    picks = prompts.epoch_prompts(len(run.train_prompts), run.plan.num_groups, run.config.seed, run.epoch)
-    prompt = run.train_prompts[picks[image // run.plan.group_size]]
+    picks = prompts.epoch_prompts(len(run.prompts.train), run.plan.num_groups, run.config.seed, run.epoch)
+    prompt = run.prompts.train[picks[image // run.plan.group_size]]
     return f"image {image} ({quoted(prompt.text)})"

@@ -2,25 +2,22 @@
 
 from pathlib import Path
 
-from flow_grpo.base import folders
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.settings.sections import Config
+from flow_grpo.settings.sections import Config, Lora
 from flow_grpo.weights import fsdp_utils, lora_files, model_files, policies, quantisation
 
 
-def check_model(config: Config, family: type[FlowModel]) -> None:
-    """Raises UserError, before any weight is loaded, for a model whose parts are missing, and for an adapter or a cache
-    of prompts that cannot be used. `model_files.check_weights` checks a model's files of weights."""
-    model_files.check_parts(config.model, family)
-    if config.lora.targets or config.lora.path:
-        transformer = family.empty_transformer(config.model)
-        policies.check_targets(config.lora, transformer, family)
-        adapter = policies.check_lora(config.lora)
+def check_model(model: str, lora: Lora, family: type[FlowModel]) -> None:
+    """Raises UserError, before any weight is loaded, for a model whose parts are missing, and for an adapter that
+    cannot be used. `model_files.check_weights` checks a model's files of weights."""
+    model_files.check_parts(model, family)
+    if lora.targets or lora.path:
+        transformer = family.empty_transformer(model)
+        policies.check_targets(lora, transformer, family)
+        adapter = policies.check_lora(lora)
         if adapter is not None:
-            lora_files.check_fits(config.lora.path, adapter, transformer, config.model)
-            lora_files.check_trained(config.lora.path, adapter, policies.targets(config.lora, family))
-    if config.cache_dir:
-        folders.make_folder(Path(config.cache_dir), "config.cache_dir")
+            lora_files.check_fits(lora.path, adapter, transformer, model)
+            lora_files.check_trained(lora.path, adapter, policies.targets(lora, family))
 
 
 def fill_model(

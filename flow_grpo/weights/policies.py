@@ -20,7 +20,7 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import stochastic_rounding
-from flow_grpo.settings.sections import Config, Lora
+from flow_grpo.settings.sections import Lora
 from flow_grpo.weights import fsdp_utils, lora_files, quantisation
 from flow_grpo.weights.ema import Ema
 from flow_grpo.weights.fsdp_utils import AdapterInit
@@ -173,13 +173,15 @@ class MergedWeights:
             layer.base_layer, self.base_layers[number] = self.base_layers[number], layer.base_layer
 
 
-def fast_forwards(config: Config, transformer: nn.Module) -> Callable[[], AbstractContextManager]:
-    """Return what makes the context of forwards whose velocity enters no log-prob, by sample.rollout_weights, with the
-    present weights."""
-    weights = config.sample.rollout_weights
-    if "merged" in weights:
-        return MergedWeights(transformer, fp8=weights == "merged_fp8").applied
-    if weights == "fp8":
+def fast_forwards(rollout_weights: str, transformer: nn.Module) -> Callable[[], AbstractContextManager]:
+    """Return what makes the context of forwards whose velocity enters no log-prob, with the present weights.
+
+    Args:
+        rollout_weights: as sample.rollout_weights.
+    """
+    if "merged" in rollout_weights:
+        return MergedWeights(transformer, fp8=rollout_weights == "merged_fp8").applied
+    if rollout_weights == "fp8":
         return partial(quantisation.products_of_8_bits, transformer)
     return nullcontext
 
