@@ -46,11 +46,11 @@ def check(editable: ConfigDict, script: Script) -> Config:
     stored_config.check_values(editable)
     _check_names(editable)
     config = without_unused_rewards(table.typed(editable))
-    _check_used(config, script.algorithm)
+    _check_used(config)
     alerts.check_alert(config.alert)
     if config.alert == "wandb" and config.logger != "wandb":
         raise UserError(f"config.alert is 'wandb', which takes config.logger 'wandb'; it is {config.logger!r}")
-    _check_loss(config, script)
+    _check_loss(config)
     _check_meaning(config)
     _check_speed(config)
     script.check(config.sample)
@@ -76,21 +76,21 @@ def _check_names(config: ConfigDict) -> None:
             raise UserError(f"config.{key} is no setting; settings of your own belong into config.custom")
 
 
-def _check_used(config: Config, algorithm: str) -> None:
+def _check_used(config: Config) -> None:
     """Raises UserError for a setting that is not its default and that the script, or another setting, makes useless."""
     defaults = Config()
     for setting in table.SETTINGS:
         value = table.value_of(config, setting.key)
         if value != table.value_of(defaults, setting.key):
-            if algorithm not in setting.used_by:
+            if config.algorithm not in setting.used_by:
                 raise UserError(f"config.{setting.key} is set to {quoted(value)}, but this script would ignore it")
-            _check_condition(config, setting, value, algorithm)
+            _check_needs(config, setting, setting.when)
 
 
-def _check_loss(config: Config, script: Script) -> None:
+def _check_loss(config: Config) -> None:
     """Refuse a setting that only another loss than the chosen one reads, and what that one cannot be trained with."""
     reads = {name for record in (*OBJECTIVES.values(), *FORWARD_OBJECTIVES.values()) for name in record.reads}
-    for key, record in _chosen_losses(config.train, script.algorithm):
+    for key, record in _chosen_losses(config.train, config.algorithm):
         for name in sorted(reads - {*record.reads}):
             value = table.value_of(config, f"train.{name}")
             if value != table.BY_KEY[f"train.{name}"].default:
@@ -130,25 +130,20 @@ def without_unused_rewards(config: Config) -> Config:
     return replace(config, reward_fn=FrozenDict(used))
 
 
-def _check_condition(config: Config, setting: Setting, value, algorithm: str) -> None:
-    """Refuse a setting that others make the run ignore."""
-    _check_needs(config, setting, setting.when, value, algorithm)
-
-
 def check_typed(config: ConfigDict, keys: Collection[str]) -> None:
     """Refuse settings of the command line that the run would ignore, even at the value that a config file has."""
     for setting in table.SETTINGS:
         if setting.key in keys:
-            _check_needs(config, setting, setting.typed_when, table.value_of(config, setting.key), config.algorithm)
+            _check_needs(config, setting, setting.typed_when)
 
 
-def _check_needs(
-    config: Config | ConfigDict, setting: Setting, needs: tuple[tuple, ...], value, algorithm: str
-) -> None:
+def _check_needs(config: Config | ConfigDict, setting: Setting, needs: tuple[tuple, ...]) -> None:
+    """Refuse a setting that others make the run ignore; `needs` as in Setting.when."""
     for key, *values in needs:
         other = table.value_of(config, key)
-        if algorithm in table.BY_KEY[key].used_by and (other not in values if values else not other):
+        if config.algorithm in table.BY_KEY[key].used_by and (other not in values if values else not other):
             need = " or ".join(map(repr, values)) or "set"
+            value = table.value_of(config, setting.key)
             raise UserError(
                 f"config.{setting.key} is {quoted(value)}, but it takes config.{key} {need}, which is {other!r}"
             )
