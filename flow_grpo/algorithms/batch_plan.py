@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import gpus
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
-from flow_grpo.settings.sections import Config
+from flow_grpo.settings.sections import Config, Sample
 from flow_grpo.settings.table import MAX_BATCH_SIZE
 
 
@@ -30,79 +31,94 @@ class BatchPlan:
         return self.num_groups * self.group_size * self.num_branches * steps
 
 
-def num_trained_steps(config: Config) -> int:
+class Division(NamedTuple):
+    """How the rows of a batch divide into the updates of an epoch."""
+
+    fewest_steps: int  # trained steps of an image in the epoch that has the fewest
+    images_together: int  # as in BatchPlan
+    updates: int
+
+    def takes(self, batch_size: int) -> bool:
+        """Return whether every update gets equally many rows of a batch, `images_together` neighbours at a time."""
+        blocks, rest = divmod(batch_size, self.images_together)
+        return rest == 0 and blocks * self.fewest_steps % self.updates == 0
+
+
+def num_trained_steps(sample: Sample, timestep_fraction: float) -> int:
     """Denoising steps of an image that are trained: the window's, or `timestep_fraction` of all, never the last."""
-    sample = config.sample
     if sample.num_branches == 1 and sample.sde_window_size > 0:
         return sample.sde_window_size
 
     # Floating point makes 28.99... of 50 * 0.58.
-    steps = int(sample.num_steps * config.train.timestep_fraction + 1e-9)
+    steps = int(sample.num_steps * timestep_fraction + 1e-9)
     return min(steps, sample.num_steps - 1)
 
 
 def plan_batches(config: Config, world_size: int) -> BatchPlan:
     """Divide an epoch of images over the GPUs. Raises UserError, with numbers that do, if it does not divide."""
     sample = config.sample
-    steps = num_trained_steps(config)
+    train = config.train
+    steps = num_trained_steps(sample, train.timestep_fraction)
     if steps < 1:
-        share = config.train.timestep_fraction
-        raise UserError(f"timestep_fraction {share} leaves no denoising step to train of num_steps {sample.num_steps}")
+        raise UserError(
+            f"timestep_fraction {train.timestep_fraction} leaves no denoising step to train of num_steps "
+            f"{sample.num_steps}"
+        )
+    fewest_steps = 1 if _window_is_cut_off(sample) else steps
     images_together = 1
-    if FORWARD_OBJECTIVES[config.train.forward_objective].whole_groups:
+    if FORWARD_OBJECTIVES[train.forward_objective].whole_groups:
         images_together = sample.num_images_per_prompt
-    _check_images(config, world_size, images_together)
-    _check_updates(config, images_together)
+    division = Division(fewest_steps, images_together, train.updates_per_epoch)
+    num_images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
+    _check_images(sample, num_images, world_size, division)
+    _check_updates(config, division)
     return BatchPlan(
         num_groups=sample.num_prompts_per_epoch,
         group_size=sample.num_images_per_prompt,
         batch_size=sample.batch_size,
-        batches_per_epoch=_num_images(config) // (sample.batch_size * world_size),
+        batches_per_epoch=num_images // (sample.batch_size * world_size),
         num_trained_steps=steps,
         num_branches=sample.num_branches,
-        updates_per_epoch=config.train.updates_per_epoch,
+        updates_per_epoch=train.updates_per_epoch,
         images_together=images_together,
     )
 
 
-def _check_images(config: Config, world_size: int, images_together: int) -> None:
+def _check_images(sample: Sample, num_images: int, world_size: int, division: Division) -> None:
     """Raise UserError, with numbers that do, unless an epoch's images divide over the GPUs and their batches."""
-    sample = config.sample
-    images = _num_images(config)
-    if images % (sample.batch_size * world_size) == 0:
+    if num_images % (sample.batch_size * world_size) == 0:
         return
     batch_sizes = []
-    if images % world_size == 0:
-        divisors = [size for size in _divisors(images // world_size) if size <= MAX_BATCH_SIZE]
-        batch_sizes = [size for size in divisors if _splits_into_updates(config, size, images_together)]
+    if num_images % world_size == 0:
+        divisors = [size for size in _divisors(num_images // world_size) if size <= MAX_BATCH_SIZE]
+        batch_sizes = [size for size in divisors if division.takes(size)]
     gpu_counts = []
-    if images % sample.batch_size == 0 and _splits_into_updates(config, sample.batch_size, images_together):
-        gpu_counts = _divisors(images // sample.batch_size)
+    if num_images % sample.batch_size == 0 and division.takes(sample.batch_size):
+        gpu_counts = _divisors(num_images // sample.batch_size)
     raise UserError(
-        f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {images} "
+        f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {num_images} "
         f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {gpus(world_size)} x sample.batch_size "
         f"{sample.batch_size} = {sample.batch_size * world_size}; batch sizes that do: {batch_sizes or 'none'}; "
         f"numbers of GPUs that do with {sample.batch_size}: {gpu_counts or 'none'}"
     )
 
 
-def _check_updates(config: Config, images_together: int) -> None:
+def _check_updates(config: Config, division: Division) -> None:
     """Raise UserError, with numbers that do, unless a batch's rows divide into the updates."""
     size = config.sample.batch_size
-    if _splits_into_updates(config, size, images_together):
+    if division.takes(size):
         return
-    steps = _fewest_trained_steps(config)
-    rows = size * steps
+    rows = size * division.fewest_steps
     condition = ""
-    if images_together > 1:
-        condition = f" of whole groups of {images_together}"
-    elif _window_is_cut_off(config):
+    if division.images_together > 1:
+        condition = f" of whole groups of {division.images_together}"
+    elif _window_is_cut_off(config.sample):
         condition = " where the window is cut off"
-    divisors = _divisors(rows // images_together)
+    divisors = _divisors(rows // division.images_together)
     update_counts = [count for count in divisors if _objective_takes_updates(config, count)]
     raise UserError(
-        f"a batch of {size} images x {steps} trained steps = {rows} rows{condition} (batch_size, num_steps, "
-        f"sde_window_size, timestep_fraction) do not divide into updates_per_epoch {config.train.updates_per_epoch}; "
+        f"a batch of {size} images x {division.fewest_steps} trained steps = {rows} rows{condition} (batch_size, "
+        f"num_steps, sde_window_size, timestep_fraction) do not divide into updates_per_epoch {division.updates}; "
         f"those that do: {update_counts or 'none, take a larger batch_size'}"
     )
 
@@ -120,30 +136,9 @@ def _objective_takes_updates(config: Config, updates_per_epoch: int) -> bool:
     return True
 
 
-def _splits_into_updates(config: Config, batch_size: int, images_together: int) -> bool:
-    """Return whether every update gets equally many rows of a batch, `images_together` neighbours at a time."""
-    if batch_size % images_together:
-        return False
-    rows = batch_size // images_together * _fewest_trained_steps(config)
-    return rows % config.train.updates_per_epoch == 0
-
-
-def _num_images(config: Config) -> int:
-    """Images or trunks of an epoch, over all ranks."""
-    return config.sample.num_prompts_per_epoch * config.sample.num_images_per_prompt
-
-
-def _window_is_cut_off(config: Config) -> bool:
+def _window_is_cut_off(sample: Sample) -> bool:
     """Return whether the window moves on, so that the end of its range cuts it off."""
-    sample = config.sample
     return sample.num_branches == 1 and sample.sde_window_size > 1 and sample.sde_window_interval > 0
-
-
-def _fewest_trained_steps(config: Config) -> int:
-    """Trained steps of an image in the epoch that has the fewest."""
-    if _window_is_cut_off(config):
-        return 1
-    return num_trained_steps(config)
 
 
 def plan_pairs(config: Config, world_size: int) -> BatchPlan:
