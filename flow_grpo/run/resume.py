@@ -40,18 +40,12 @@ class Place(NamedTuple):
         )
 
 
-class Origin(NamedTuple):
-    """Checkpoint that a run goes on from."""
-
-    path: Path  # a checkpoint, or a folder of them
-    parent: Path | None = None  # folder of another run, whose checkpoint it is
-
-
 class Source(NamedTuple):
-    """Folder that a run writes into, and its origin, as config.resume_from names them."""
+    """Folder that a run writes into, and what it goes on from, as config.resume_from names them."""
 
     folder: Path
-    origin: Origin | None = None  # None = a new run
+    path: Path | None = None  # a checkpoint, or a folder of them; None = a new run
+    parent: Path | None = None  # folder of another run, whose checkpoint it is
 
 
 # Settings that a branch cannot change.
@@ -79,9 +73,9 @@ def take_folder(config: Config, prompt_files: Sequence[PromptFile] = ()) -> Plac
     if config.resume_from == "latest":
         source = _latest_source(source.folder)
     with folders.released_on_error(source.folder):
-        if source.origin is None:
+        if source.path is None:
             return _begin(config, source.folder, prompt_files)
-        return _go_on(config, source.folder, source.origin, prompt_files)
+        return _go_on(config, source.folder, source.path, source.parent, prompt_files)
 
 
 def _begin(config: Config, folder: Path, prompt_files: Sequence[PromptFile]) -> Place:
@@ -93,9 +87,8 @@ def _begin(config: Config, folder: Path, prompt_files: Sequence[PromptFile]) -> 
     return Place(folder, None, None, inputs, changed={}, kept={})
 
 
-def _go_on(config: Config, folder: Path, origin: Origin, prompt_files: Sequence[PromptFile]) -> Place:
-    """Raise UserError unless the run can go on from its origin; note in its folder what it reads."""
-    path, parent = origin
+def _go_on(config: Config, folder: Path, path: Path, parent: Path | None, prompt_files: Sequence[PromptFile]) -> Place:
+    """Raise UserError unless the run can go on from `path`; note in its folder what it reads."""
     if parent:
         # At once, so that `latest` knows a branch that is killed while its files are compared.
         _write_parent(folder, parent, path)
@@ -186,10 +179,10 @@ def _find_source(first: Path, resume_from: str) -> Source:
         raise UserError(f"config.resume_from: no checkpoint at {path}: expected {expected}")
     for folder in folders.numbered_folders(first):
         if _run_name(folder) == first.name and _holds(folder, path):
-            return Source(folder, Origin(path))
+            return Source(folder, path)
     for folder in path.parents[:3]:
         if _run_name(folder) and _holds(folder, path):
-            return Source(folders.make_new_folder(first), Origin(path, folder))
+            return Source(folders.make_new_folder(first), path, folder)
     raise UserError(f"config.resume_from: {path} is in no folder that a run has written")
 
 
@@ -216,14 +209,14 @@ def _latest_source(folder: Path) -> Source:
     if os.path.lexists(path) and not path.is_dir():
         raise UserError(f"config.resume_from: {path} is no folder; put the run's checkpoints there")
     if checkpoints.find_newest(path):
-        return Source(folder, Origin(path))
+        return Source(folder, path)
     parent = provenance.parent(folder)
     if parent is None:
         return Source(folder)
     checkpoint = Path(parent.checkpoint)
     if checkpoints.find_newest(checkpoint) is None:
         raise UserError(f"{folder} is a branch that never began, and its checkpoint {checkpoint} is there no more")
-    return Source(folder, Origin(checkpoint, Path(parent.folder)))
+    return Source(folder, checkpoint, Path(parent.folder))
 
 
 def _holds(folder: Path, path: Path) -> bool:
