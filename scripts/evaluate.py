@@ -194,6 +194,19 @@ def check_set(args: argparse.Namespace) -> None:
             raise UserError(f"--set {quoted(text)} would be ignored: --{flag.replace('_', '-')} says it already")
 
 
+class Comparison(NamedTuple):
+    """Policies that are compared, and the prompts and noises that they share."""
+
+    policies: list[Candidate]
+    split: prompts.Split
+    seeds: list[int]
+
+    @property
+    def categories(self) -> list[str]:
+        """Category of each prompt, "" for none."""
+        return [prompt.metadata.get("tag", "") for prompt in self.split.prompts]
+
+
 class Scored(NamedTuple):
     """One policy's scores at one guidance scale and size."""
 
@@ -253,21 +266,20 @@ def chosen_prompts(args: argparse.Namespace, config: Config) -> prompts.Split:
     return evaluation.part_of(split, config.eval.num_prompts)
 
 
-def check_common(
-    args: argparse.Namespace, compared: list[Candidate], config: Config, split: prompts.Split, seeds: list[int]
-) -> None:
+def check_common(args: argparse.Namespace, comparison: Comparison, config: Config) -> None:
     """Raises UserError for prompts, rewards and flags that are wrong or not there for any policy."""
-    if not split.prompts:
+    num_seeds = len(comparison.seeds)
+    if not comparison.split.prompts:
         raise UserError(
             "there is no prompt to evaluate: --num-prompts, or the run's eval.num_prompts, must be 1 or more"
         )
-    if args.best_of and not 1 <= min(args.best_of) <= max(args.best_of) <= len(seeds):
-        raise UserError(f"--best-of {args.best_of}: of {len(seeds)} seeds at most {len(seeds)} can be taken; --seeds")
+    if args.best_of and not 1 <= min(args.best_of) <= max(args.best_of) <= num_seeds:
+        raise UserError(f"--best-of {args.best_of}: of {num_seeds} seeds at most {num_seeds} can be taken; --seeds")
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
-    rewards.check_prompts(config.reward_fn, split.prompts, config.eval.rewards)
+    rewards.check_prompts(config.reward_fn, comparison.split.prompts, config.eval.rewards)
     for scale in args.guidance_scales or ():
         BY_KEY["eval.guidance_scale"].check(scale, "eval.guidance_scale (--guidance-scales)")
-    if args.model and all(candidate.weights != "LoRA" for candidate in compared):
+    if args.model and all(candidate.weights != "LoRA" for candidate in comparison.policies):
         raise UserError(f"--model {quoted(args.model)} is the base of LoRA folders, and none of the policies is one")
 
 
@@ -294,12 +306,7 @@ def sizes_of(args: argparse.Namespace, config: Config) -> list[Size]:
 
 
 def score_policy(
-    candidate: Candidate,
-    model: FlowModel,
-    pool: Pool,
-    args: argparse.Namespace,
-    split: prompts.Split,
-    seeds: list[int],
+    args: argparse.Namespace, comparison: Comparison, candidate: Candidate, model: FlowModel, pool: Pool
 ) -> Iterator[Scored]:
     """Score a policy at every guidance scale and size; each is a row of the table."""
     config = candidate.config
@@ -308,18 +315,17 @@ def score_policy(
     guided = any(model.is_guided(scale) for scale in scales)
     encode = partial(model.encode, width=config.text_tokens, guided=guided)
     embed_one = embedding_cache.remembered(lambda prompt: encode([prompt]))
-    sampler = evaluation.Sampler(
-        model=model,
-        velocity=partial(policies.predict, model, config.precision),
-        pool=pool,
-        bar=partial(progress.shown, say=say if distributed.is_main() else None),
-        embed=lambda prompts: Condition.concat([embed_one(prompt) for prompt in prompts]),
-        size=sizes[0],
-        settings=config.eval,
-        vae_batch_size=config.vae_batch_size,
-    )
     for scale, size in itertools.product(scales, sizes):
-        sampler = replace(sampler, size=size, settings=replace(config.eval, guidance_scale=scale))
+        sampler = evaluation.Sampler(
+            model=model,
+            velocity=partial(policies.predict, model, config.precision),
+            pool=pool,
+            bar=partial(progress.shown, say=say if distributed.is_main() else None),
+            embed=lambda prompts: Condition.concat([embed_one(prompt) for prompt in prompts]),
+            size=size,
+            settings=replace(config.eval, guidance_scale=scale),
+            vae_batch_size=config.vae_batch_size,
+        )
         settings = dict(
             policy=candidate.name,
             weights=candidate.weights,
@@ -328,7 +334,8 @@ def score_policy(
             num_steps=config.eval.num_steps,
             precision=config.precision,
         )
-        yield Scored(settings, evaluation.score(sampler, split, seeds, evaluation.NUM_SHOWN))
+        scores = evaluation.score(sampler, comparison.split, comparison.seeds, evaluation.NUM_SHOWN)
+        yield Scored(settings, scores)
 
 
 def binary_scores(scored: list[Scored]) -> list[str]:
@@ -391,7 +398,7 @@ def shown_columns(table: Table, row: Row) -> dict[str, Estimate]:
     return {name: estimate for name, estimate in row.columns.items() if name.split(" ")[0] != "avg"}
 
 
-def markdown(table: Table, split: prompts.Split, seeds: list[int]) -> str:
+def markdown(table: Table, comparison: Comparison) -> str:
     """Write the table of all scores, and the one by category."""
     # A setting that is the same in all rows is said once, above the table.
     differing = []
@@ -401,7 +408,8 @@ def markdown(table: Table, split: prompts.Split, seeds: list[int]) -> str:
             differing.append(key)
         else:
             constant.append(f"{key} {value}")
-    noises = ", ".join(map(str, seeds))
+    split = comparison.split
+    noises = ", ".join(map(str, comparison.seeds))
     text = f"{len(split.prompts)} prompts ({split.name}), noises {noises} of each; {', '.join(constant)}.\n"
     text += "Mean ± standard error over prompts.\n\n"
     text += table_of_estimates(table.rows, differing, [shown_columns(table, row) for row in table.rows])
@@ -499,43 +507,35 @@ def as_dicts(named: dict[str, Estimate]) -> dict[str, dict[str, float]]:
 
 
 def score_all(
-    args: argparse.Namespace,
-    compared: list[Candidate],
-    families: list[type[FlowModel]],
-    pool: Pool,
-    split: prompts.Split,
-    seeds: list[int],
-    folder: Path,
+    args: argparse.Namespace, comparison: Comparison, families: list[type[FlowModel]], pool: Pool, folder: Path
 ) -> list[Scored]:
     """Score one policy after the other, and write the images of each row."""
     scored = []
-    for candidate, family in zip(compared, families, strict=True):
+    for candidate, family in zip(comparison.policies, families, strict=True):
         torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
         # Two models do not fit on a GPU together.
         model = None
         loading.free_memory()
         model = policies_to_compare.load_candidate(candidate, family, pool.device)
-        for settings, scores in score_policy(candidate, model, pool, args, split, seeds):
+        for settings, scores in score_policy(args, comparison, candidate, model, pool):
             scored.append(Scored(settings, scores._replace(images={})))
             if distributed.is_main():
-                show = partial(write_sheet, folder, len(scored), settings, scores, split)
+                show = partial(write_sheet, folder, len(scored), settings, scores, comparison.split)
                 problem = attempt(f"{folder} lacks the images of row {len(scored)}", show)
                 if problem:
                     print(problem)
     return scored
 
 
-def write_table(
-    folder: Path, table: Table, compared: list[Candidate], split: prompts.Split, seeds: list[int], categories: list[str]
-) -> None:
+def write_table(folder: Path, table: Table, comparison: Comparison) -> None:
     """Print the table, and write table.md and scores.json."""
-    text = markdown(table, split, seeds) + differences(table) + over_seeds(table, compared)
+    text = markdown(table, comparison) + differences(table) + over_seeds(table, comparison.policies)
     stored = dict(
-        split=split.name,
-        seeds=seeds,
-        prompts=texts_of(split.prompts),
+        split=comparison.split.name,
+        seeds=comparison.seeds,
+        prompts=texts_of(comparison.split.prompts),
         by=table.by,
-        categories=categories,
+        categories=comparison.categories,
         rows=[as_json(table, row) for row in table.rows],
     )
     print(text)
@@ -550,7 +550,8 @@ def main(args: argparse.Namespace) -> None:
     check_set(args)
     split = chosen_prompts(args, common)
     seeds = args.seeds or list(range(common.eval.noises_per_prompt))
-    check_common(args, compared, common, split, seeds)
+    comparison = Comparison(compared, split, seeds)
+    check_common(args, comparison, common)
     families = [checked_family(args, candidate, split) for candidate in compared]
     ranks = distributed.init_distributed()
     for candidate in compared:
@@ -560,12 +561,11 @@ def main(args: argparse.Namespace) -> None:
             distributed.on_main(checksums.check_files, candidate.transformer.parent)
     folder = distributed.on_main(folders.make_new_folder, Path(args.out).absolute(), "--out")
     pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
-    scored = score_all(args, compared, families, pool, split, seeds, folder)
+    scored = score_all(args, comparison, families, pool, folder)
     if distributed.is_main():
-        categories = [prompt.metadata.get("tag", "") for prompt in split.prompts]
         unweighted = bool(args.rewards) and all(weight is None for _, weight in args.rewards)
-        table = summarise(scored, unweighted, categories, args.best_of or [])
-        write_table(folder, table, compared, split, seeds, categories)
+        table = summarise(scored, unweighted, comparison.categories, args.best_of or [])
+        write_table(folder, table, comparison)
     pool.close()
     distributed.close()
 
