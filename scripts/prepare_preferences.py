@@ -394,13 +394,14 @@ def held_out_below(options: Options, rows: Rows, num_used: int) -> float:
     return options.validation_share
 
 
-def made_by(config: Config, options: Options) -> dict[str, Any]:
-    """Return the settings that a folder's report has."""
-    return config.to_dict() | {"options": options._replace(max_dropped_share=None)._asdict()}
+def origin_of(config: Config, options: Options, rows: Rows) -> dict[str, Any]:
+    """Return what a folder is made by and of, as its report has it: "made_by" are the settings, the others digests."""
+    settings = config.to_dict() | {"options": options._replace(max_dropped_share=None)._asdict()}
+    return {"made_by": settings} | digests_of(rows, options.max_rows)
 
 
 def digests_of(rows: Rows, max_rows: int) -> dict[str, str]:
-    """Return digests of what a folder is made of, as its report has them: "rows" are prompts and their metadata, or the
+    """Return digests of what a folder is made of: "rows" are prompts and their metadata, or the
     lines of pairs.jsonl, or of parquet files their number of rows; "sources" are the bytes of pictures to be edited."""
     # Parquet files may be large: their rows are counted, not read.
     listed = rows if isinstance(rows, list) else []
@@ -419,7 +420,7 @@ def is_load_option(key: str) -> bool:
     return section.startswith("reward.args.") and f"reward.{name}" not in table.BY_KEY
 
 
-def claim(config: Config, options: Options, folder: Path, digests: dict[str, str]) -> bool:
+def claim(folder: Path, origin: dict[str, Any]) -> bool:
     """Lock `folder`, to begin it or to go on with it; return False, and leave it, if it is complete.
 
     It is begun while it holds unfinished/, which has the settings, and complete once report.json is there and
@@ -444,29 +445,30 @@ def claim(config: Config, options: Options, folder: Path, digests: dict[str, str
         is_complete = report.exists() and not unfinished.exists()
     begun_with = report if report.exists() else unfinished / "settings.json"
     if begun_with.exists():
-        check_unchanged(config, options, folder, digests, begun_with)
+        check_unchanged(folder, origin, begun_with)
     else:
         unfinished.mkdir(exist_ok=True)
-        folders.write_text(begun_with, json.dumps({"made_by": made_by(config, options)} | digests))
+        folders.write_text(begun_with, json.dumps(origin))
     if is_complete:
         folders.release(folder)
     return not is_complete
 
 
-def check_unchanged(config: Config, options: Options, folder: Path, digests: dict[str, str], begun_with: Path) -> None:
+def check_unchanged(folder: Path, origin: dict[str, Any], begun_with: Path) -> None:
     """Raises UserError if a folder was begun with other settings or of other rows, as the file `begun_with` says."""
     before = folders.read_json(begun_with)
+    made_by = origin["made_by"]
     differing = []
-    for key in stored_config.changes(before["made_by"], made_by(config, options), begun_with):
+    for key in stored_config.changes(before["made_by"], made_by, begun_with):
         if key.split(".")[0] in MADE_BY or is_load_option(key):
             differing.append(key)
     if differing:
         raise UserError(f"{folder} was begun with other settings ({', '.join(differing)}); choose another folder")
-    names = {"rows": "pairs" if options.source else "prompts", "sources": "pictures to be edited"}
-    for part, digest in digests.items():
+    names = {"rows": "pairs" if made_by["options"]["source"] else "prompts", "sources": "pictures to be edited"}
+    for part, name in names.items():
         # Older folders lack the digest of sources.
-        if before.get(part, digest) != digest:
-            raise UserError(f"{folder} was begun with other {names[part]}; choose another folder")
+        if before.get(part, origin[part]) != origin[part]:
+            raise UserError(f"{folder} was begun with other {name}; choose another folder")
 
 
 def is_made(folder: Path, number: int) -> bool:
@@ -493,7 +495,7 @@ def file_of(folder: Path, split: str, number: int) -> Path:
     return folder / f"{split}_{number:05d}.parquet"
 
 
-def finish(config: Config, options: Options, folder: Path, digests: dict[str, str]) -> None:
+def finish(folder: Path, origin: dict[str, Any], max_dropped_share: float) -> None:
     """Write report.json. Raises UserError, and leaves the folder unfinished, if too much was unusable."""
     pairs = {split: preferences.num_rows(folder, split) for split in preferences.SPLITS}
     num_rows = 0
@@ -507,14 +509,13 @@ def finish(config: Config, options: Options, folder: Path, digests: dict[str, st
     print(f"{folder}: {pairs['train']} pairs and {pairs['validation']} held out, of {num_rows}; dropped: {counts}")
     # Images that score alike are no fault of the source.
     num_unusable = len(dropped) - reasons[NO_PREFERENCE]
-    if num_unusable > options.max_dropped_share * num_rows or not pairs["train"]:
+    if num_unusable > max_dropped_share * num_rows or not pairs["train"]:
         way_out = "; the same command makes the parts anew whose reward failed" if reasons[NO_SCORE] else ""
         raise UserError(
             f"{num_unusable} of {num_rows} rows are unusable ({counts}), {pairs['train']} pairs are left to train on; "
-            f"allowed is a share of --max_dropped_share={options.max_dropped_share}{way_out}"
+            f"allowed is a share of --max_dropped_share={max_dropped_share}{way_out}"
         )
-    report = {"made_by": made_by(config, options)} | digests
-    report |= dict(pairs=pairs, reasons=counts, dropped=dropped)
+    report = origin | dict(pairs=pairs, reasons=counts, dropped=dropped)
     folders.write_text(folder / "report.json", json.dumps(report, indent=1))
     shutil.rmtree(folder / "unfinished")
 
@@ -557,17 +558,17 @@ def main(config: ConfigDict, options: Options = DEFAULTS) -> None:
     folder = Path(settings.preferences.path).absolute()
     quantisation.check_device(settings, ranks.device)
     model_files.check_weights(settings.model, type(light))
-    digests = digests_of(rows, options.max_rows) if distributed.is_main() else {}
+    origin = origin_of(settings, options, rows) if distributed.is_main() else {}
     if isinstance(rows, list) and not options.source:
         # Rewards of one's own may change the working directory.
         rows = prompts.with_absolute_sources(rows)
-    is_claimed = claim(settings, options, folder, digests) if distributed.is_main() else None
+    is_claimed = claim(folder, origin) if distributed.is_main() else None
     if not distributed.broadcast_object(is_claimed):
         print(f"{folder} is complete")
         return
     make_parts(settings, options, folder, light, rows, ranks)
     distributed.barrier()
-    distributed.on_main(finish, settings, options, folder, digests)
+    distributed.on_main(finish, folder, origin, options.max_dropped_share)
     distributed.close()
     folders.release(folder)
 

@@ -322,15 +322,14 @@ def complete(folder):
 
 def test_a_folder_that_another_process_completes_meanwhile_is_left_as_it_is(tmp_path):
     config = config_of(NAME)
-    options = prepare_preferences.Options(max_rows=2)
-    digests = prepare_preferences.digests_of([], max_rows=2)
-    assert prepare_preferences.claim(config, options, tmp_path, digests)
+    origin = prepare_preferences.origin_of(config, prepare_preferences.Options(max_rows=2), [])
+    assert prepare_preferences.claim(tmp_path, origin)
     release(tmp_path)
     other = multiprocessing.get_context("fork").Process(target=complete, args=[tmp_path])
     other.start()
     while not (tmp_path / "held").exists():
         time.sleep(0.01)
-    assert not prepare_preferences.claim(config, options, tmp_path, digests)
+    assert not prepare_preferences.claim(tmp_path, origin)
     other.join()
     assert not (tmp_path / "unfinished").exists()
     assert folders.lock(tmp_path) == "", "nobody holds it"
@@ -343,16 +342,16 @@ def test_a_folder_goes_on_only_with_the_pictures_to_be_edited_that_it_was_begun_
     options = prepare_preferences.Options(max_rows=2)
     config = config_of(NAME)
     folder = tmp_path / "pairs"
-    before = prepare_preferences.digests_of(rows, max_rows=2)
-    assert prepare_preferences.claim(config, options, folder, before)
+    before = prepare_preferences.origin_of(config, options, rows)
+    assert prepare_preferences.claim(folder, before)
     shutil.copy(SOURCES[0], paths[2])  # of a row that is not used
-    assert prepare_preferences.digests_of(rows, max_rows=2) == before
+    assert prepare_preferences.origin_of(config, options, rows) == before
     shutil.copy(SOURCES[3], paths[1])
-    now = prepare_preferences.digests_of(rows, max_rows=2)
+    now = prepare_preferences.origin_of(config, options, rows)
     assert now["rows"] == before["rows"], "the same texts and names"
     lines = [dict(sources=row.sources) for row in rows]
     assert prepare_preferences.digests_of(lines, 2)["sources"] == now["sources"]
-    go_on = partial(prepare_preferences.claim, config, options, folder, now)
+    go_on = partial(prepare_preferences.claim, folder, now)
     assert_refused([("", go_on, [str(folder), "begun with other pictures to be edited"])])
     settings = folder / "unfinished" / "settings.json"
     stored = json.loads(settings.read_text())
