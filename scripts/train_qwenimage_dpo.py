@@ -156,12 +156,12 @@ def velocity_errors(run: Run, pairs: preferences.Pairs, levels: Tensor, generato
     return Errors(winner, loser, winner_reference, loser_reference)
 
 
-def pair_metrics(run: Run, errors: Errors) -> dict[str, Tensor]:
+def pair_metrics(errors: Errors, beta: float) -> dict[str, Tensor]:
     """Loss of each pair [P], and numbers that tell learning from collapse."""
     winner_gap = errors.winner - errors.winner_reference
     loser_gap = errors.loser - errors.loser_reference
     return dict(
-        loss=losses.dpo_loss(*errors, beta=run.config.train.dpo_beta),
+        loss=losses.dpo_loss(*errors, beta),
         implicit_accuracy=(winner_gap < loser_gap).float(),
         winner_error_gap=winner_gap.detach(),
         loser_error_gap=loser_gap.detach(),
@@ -177,7 +177,7 @@ def add_gradients(run: Run, pairs: preferences.Pairs, levels: Tensor) -> None:
     for pair in pairs.numbers.tolist():
         generators.append(rng.generator(run.config.seed, "forward noise", run.epoch, pairs.inner_epoch, pair))
     errors = velocity_errors(run, pairs, levels, generators)
-    metrics = pair_metrics(run, errors)
+    metrics = pair_metrics(errors, run.config.train.dpo_beta)
     backward(run, metrics.pop("loss"), pairs)
     run.meter.add_weighted(pairs.loss_weight, **metrics)
 
@@ -197,7 +197,8 @@ def validate(run: Run, source: Source, epoch: int) -> None:
             pairs = source.held_out.read(rows, rows, run.device)
             for draw in range(NOISES_PER_PAIR):
                 generators = [rng.generator(0, "validation", row, draw) for row in rows]
-                metrics = pair_metrics(run, velocity_errors(run, pairs, source.levels, generators))
+                errors = velocity_errors(run, pairs, source.levels, generators)
+                metrics = pair_metrics(errors, run.config.train.dpo_beta)
                 if counts:
                     metrics_of_batches.append({name: values.cpu() for name, values in metrics.items()})
     metrics_of_batches = distributed.gather_objects(metrics_of_batches)

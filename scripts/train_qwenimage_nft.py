@@ -25,6 +25,7 @@ from flow_grpo.algorithms.surrogates import ForwardStep
 from flow_grpo.base import rng
 from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples
+from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.run import rewards
 from flow_grpo.run.evaluate import evaluate
 from flow_grpo.run.loop import finish, is_due, log_epoch
@@ -143,18 +144,18 @@ def add_gradients(run: Run, rows: ImageRows) -> None:
     run.meter.add(policy_loss=loss, old_distance=old_distance, **surrogate.metrics)
     record_by_step(run, rows, policy_loss=loss, old_distance=old_distance.flatten(1).mean(1))
     if reference is not None:
-        loss = loss + train.beta * reference_distance(run, velocity, reference)
+        loss = loss + train.beta * reference_distance(run.meter, velocity, reference)
     if surrogate.log_ratio is not None:
         record_forward_ratios(run, surrogate.log_ratio.detach(), surrogate.beyond)
     backward(run, loss, rows)
 
 
-def reference_distance(run: Run, velocity: Tensor, reference: Tensor) -> Tensor:
+def reference_distance(meter: Meter, velocity: Tensor, reference: Tensor) -> Tensor:
     """Mean squared distance of velocities [R, N, C] to the reference's, [R]; logged with the ratio of their norms."""
     distance = (velocity - reference).square().flatten(1).mean(1)
     norm = velocity.square().flatten(1).mean(1).sqrt()
     reference_norm = reference.square().flatten(1).mean(1).sqrt()
-    run.meter.add(reference_distance=distance, relative_velocity_norm=norm / reference_norm)
+    meter.add(reference_distance=distance, relative_velocity_norm=norm / reference_norm)
     return distance
 
 

@@ -39,7 +39,8 @@ def test_what_an_update_logs_is_of_the_pairs_that_count(started):
     script.add_gradients(run, *minibatches, source.levels)
     logged = run.meter.pop(lambda sums, maxima: (sums, maxima))
     names = [rng.generator(run.config.seed, "forward noise", 0, 1, number) for number in pairs.numbers.tolist()]
-    for name, values in script.pair_metrics(run, script.velocity_errors(run, pairs, source.levels, names)).items():
+    errors = script.velocity_errors(run, pairs, source.levels, names)
+    for name, values in script.pair_metrics(errors, run.config.train.dpo_beta).items():
         expected = (pairs.loss_weight * values).sum() / pairs.loss_weight.sum()
         assert name == "loss" or logged[name] == pytest.approx(expected.item(), rel=1e-4)
 
