@@ -6,10 +6,9 @@ A row of either is a dict with "prompt", "winner" and "loser" (bytes or path of 
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
@@ -18,7 +17,7 @@ from flow_grpo.base import folders, pictures
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.base.pixels import from_picture
-from flow_grpo.data.parquet import open_parquet, read_columns
+from flow_grpo.data.parquet import RowGroup, open_parquet, read_columns, row_groups
 from flow_grpo.data.prompt_files import parse_line, read_lines
 from flow_grpo.data.prompts import source_paths
 from flow_grpo.diffusers_patch.size import Size
@@ -38,15 +37,6 @@ FORMS = "docs/algorithms/dpo.md says what they hold"
 
 class Dropped(Exception):
     """A pair that cannot be used, and why."""
-
-
-class RowGroup(NamedTuple):
-    """A part of a parquet file that is read at once."""
-
-    path: Path
-    file: pq.ParquetFile
-    number: int  # within the file
-    num_rows: int
 
 
 def open_rows(source: str) -> "list[dict[str, Any]] | PickAPic":
@@ -141,10 +131,7 @@ class PickAPic:
         for path in paths:
             file = open_parquet(path)
             check_columns(path, file.schema_arrow)
-            for number in range(file.num_row_groups):
-                num_rows = file.metadata.row_group(number).num_rows
-                if num_rows:
-                    self.row_groups.append(RowGroup(path, file, number, num_rows))
+            self.row_groups += [group for group in row_groups(path, file) if group.num_rows]
 
     def __len__(self) -> int:
         return sum(group.num_rows for group in self.row_groups)

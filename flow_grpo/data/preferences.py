@@ -9,7 +9,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,7 @@ from torch import Tensor
 from flow_grpo.algorithms.advantages import neighbours_with_signal
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.data.parquet import open_parquet, read_columns
+from flow_grpo.data.parquet import RowGroup, open_parquet, read_columns, row_groups
 from flow_grpo.diffusers_patch.condition import SOURCES, TENSORS, Condition
 from flow_grpo.diffusers_patch.size import Size
 
@@ -221,32 +221,21 @@ def num_rows(folder: Path, split: str) -> int:
     return sum(open_parquet(path).metadata.num_rows for path in files_of(folder)[split])
 
 
-class _RowGroup(NamedTuple):
-    """Rows of a file that are read at once."""
-
-    path: Path
-    file: pq.ParquetFile
-    number: int  # within the file
-    first_row: int  # within the file
-
-
 class PairFiles:
     """Rows of parquet files, numbered through; memory-mapped, so that ranks of one machine share what is read."""
 
     def __init__(self, paths: list[Path], shapes: dict[str, tuple[int, ...]], model: str, size: Size):
         expected = dict(model=model, height=size.height, width=size.width)
         self.prompts: list[Prompt] = []
-        self.row_groups: list[_RowGroup] = []
+        self.row_groups: list[RowGroup] = []
         self.starts = [0]  # of each row group its first row, over all files, and at the end the number of rows
         for path in paths:
             file = open_parquet(path)
             for text in _checked_texts(path, file, shapes, expected):
                 self.prompts.append(Prompt(text, {"pair": len(self.prompts)}))
-            first_of_file = self.starts[-1]
-            for number in range(file.num_row_groups):
-                first = self.starts[-1]
-                self.row_groups.append(_RowGroup(path, file, number, first - first_of_file))
-                self.starts.append(first + file.metadata.row_group(number).num_rows)
+            for row_group in row_groups(path, file):
+                self.row_groups.append(row_group)
+                self.starts.append(self.starts[-1] + row_group.num_rows)
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -283,9 +272,9 @@ def _read_whole(path: Path, file: pq.ParquetFile, columns: list[str], row_group:
     return table
 
 
-def _read_arrays(row_group: _RowGroup) -> dict[str, Tensor]:
+def _read_arrays(row_group: RowGroup) -> dict[str, Tensor]:
     """Read latents and condition of a row group, each [P, *shape] float32, or bool for the mask; all finite."""
-    path, file, number, first_row = row_group
+    path, file, number, first_row, _ = row_group
     stored = [name for name in (*LATENTS, *COLUMNS.values()) if name in file.schema_arrow.names]
     table = _read_whole(path, file, stored, number)
     arrays = {}
