@@ -24,7 +24,9 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
     _drop_stand_ins(config, file, others)
     _add_rewards(config, others)
     _add_custom(config, others)
-    _refuse_unknown(config, keys)
+    for key in keys:
+        if not table.has(config, key):
+            raise UserError(unknown_names.answer(key, table.flat(config)))
     _override(config, others)
     checks.check_typed(config, keys)
     return config
@@ -108,14 +110,6 @@ def _literal(text: str, *types: type) -> bool | int | float | str | tuple:
     except (ValueError, SyntaxError):
         return text
     return value if isinstance(value, (bool, int, float, *types)) else text
-
-
-def _refuse_unknown(config: ConfigDict, keys: Sequence[str]) -> None:
-    for key in keys:
-        try:
-            table.value_of(config, key)
-        except (KeyError, TypeError) as error:
-            raise UserError(unknown_names.answer(key, table.flat(config))) from error
 
 
 def _override(config: ConfigDict, arguments: Sequence[str]) -> None:

@@ -96,8 +96,10 @@ def _go_on(config: Config, folder: Path, path: Path, parent: Path | None, prompt
     if checkpoint is None:
         raise UserError(f"config.resume_from: {path} is there no more: another run has removed it")
     epoch = checkpoints.read_progress(checkpoint).epoch
-    changed = _changed_settings(checkpoint, config)
-    rescheduled = _rescheduled(checkpoint, config)
+    file = checkpoint / "config.json"
+    stored = folders.read_json(file)
+    rescheduled = _rescheduled(stored, config)
+    changed = stored_config.changes(stored, config.to_dict(), file)
     kept = _kept_settings(config, parent, changed)
     changed = {key: pair for key, pair in changed.items() if key not in kept}
     lines += [_kept_sentence(key, before, table.value_of(config, key)) for key, before in kept.items()]
@@ -136,17 +138,11 @@ def _kept_sentence(key: str, before: Any, now: Any) -> str:
     return f"goes on with config.{key} {before!r}, with which the run began; a new run of this config has {now!r}"
 
 
-def _changed_settings(checkpoint: Path, config: Config) -> dict[str, tuple]:
-    """Settings that may not change and are not those of a checkpoint, see `stored_config.changes`."""
-    file = checkpoint / "config.json"
-    return stored_config.changes(folders.read_json(file), config.to_dict(), file)
-
-
-def _rescheduled(checkpoint: Path, config: Config) -> dict[str, tuple]:
+def _rescheduled(stored: dict[str, Any], config: Config) -> dict[str, tuple]:
     """Return num_epochs before and now, by its key, if another number changes the learning rate of each epoch."""
     if config.train.learning_rate_schedule == "constant":
         return {}
-    before = folders.read_json(checkpoint / "config.json").get("num_epochs")
+    before = stored.get("num_epochs")
     if before == config.num_epochs:
         return {}
     return {"num_epochs": (before, config.num_epochs)}

@@ -130,21 +130,13 @@ def _of_name(get_config: Callable, name: str, path: Path) -> ConfigDict:
 
 def _check_program(config: ConfigDict, path: Path) -> None:
     """Raises UserError for a config without settings that each of ours has, such as one of Flow-GRPO's."""
-    missing = [key for key in table.BY_KEY if not _has(config, key)]
+    missing = [key for key in table.BY_KEY if not table.has(config, key)]
     if missing:
         raise UserError(
             f"{path} makes a config of another program: it lacks {len(missing)} of our {len(table.BY_KEY)} settings, "
             f"such as config.{missing[0]}; {unknown_names.PAGE} has the names of both, docs/howto/own_config.md a "
             "whole file"
         )
-
-
-def _has(config: ConfigDict, key: str) -> bool:
-    try:
-        table.value_of(config, key)
-    except (KeyError, TypeError):
-        return False
-    return True
 
 
 def find(file: str) -> Path:

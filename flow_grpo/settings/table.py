@@ -135,6 +135,15 @@ def value_of(config: ConfigDict | Config | Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def has(config: ConfigDict, key: str) -> bool:
+    """Return whether a config has a dotted key."""
+    try:
+        value_of(config, key)
+    except (KeyError, TypeError):
+        return False
+    return True
+
+
 def flat(config: ConfigDict | Config | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value, of all that is no section."""
     values = {}
