@@ -17,7 +17,7 @@ from typing import Any, TextIO, TypeVar, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted
+from flow_grpo.base.formatting import in_one_line, quoted
 
 LOCK = ".lock"
 INPUTS = "inputs.json"
@@ -251,6 +251,13 @@ def file_problem(path: Path) -> str:
     if not start:
         return "is empty"
     return ""
+
+
+def check_file(path: Path) -> None:
+    """Raise UserError for a file that has a `file_problem`."""
+    problem = file_problem(path)
+    if problem:
+        raise UserError(f"{in_one_line(path)} {problem}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

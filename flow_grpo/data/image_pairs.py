@@ -77,9 +77,7 @@ def _check_folder(folder: Path, name: str) -> None:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read an object from each line, whose "winner" and "loser" are paths relative to the file's folder."""
-    problem = folders.file_problem(path)
-    if problem:
-        raise UserError(f"{path} {problem}")
+    folders.check_file(path)
     rows = []
     for number, line in enumerate(read_lines(path), start=1):
         place = f"{path}, line {number}"

@@ -24,9 +24,7 @@ class RowGroup(NamedTuple):
 
 def open_parquet(path: Path) -> pq.ParquetFile:
     """Open a parquet file. Raises UserError for any other file."""
-    problem = folders.file_problem(path)
-    if problem:
-        raise UserError(f"{path} {problem}")
+    folders.check_file(path)
     try:
         # Checksums are compared where the file has any. Ranks of one machine share what is mapped.
         return pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)

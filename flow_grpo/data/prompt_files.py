@@ -46,9 +46,7 @@ def read_rows(path: Path, column: str = "") -> list[Row]:
     Args:
         column: name of the column of prompts; "" for the one that is called as PROMPT or else CAPTION says.
     """
-    problem = folders.file_problem(path)
-    if problem:
-        raise UserError(f"{in_one_line(path)} {problem}")
+    folders.check_file(path)
     _check_kind(path)
     return READERS[path.suffix.lower()](path, column)
 
@@ -91,7 +89,7 @@ def read_lines(path: Path) -> list[str]:
 
 
 def _text_of(path: Path) -> str:
-    """Raises UserError: the file cannot be read, is a Git LFS pointer, or not UTF-8; names file and line."""
+    """Raises UserError: the file cannot be read, or is not UTF-8; names file and line."""
     try:
         stored = path.read_bytes()
     except OSError as error:
@@ -102,8 +100,6 @@ def _text_of(path: Path) -> str:
         line = stored.count(b"\n", 0, error.start) + 1
         byte = stored[error.start]
         raise UserError(f"{path}, line {line}: byte 0x{byte:02x} is not UTF-8; save the file as UTF-8") from error
-    if stored.startswith(folders.LFS_POINTER):
-        raise UserError(f"{in_one_line(path)} {folders.file_problem(path)}")
     # UTF-16 without a byte order mark decodes as UTF-8, with a zero after each letter.
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1

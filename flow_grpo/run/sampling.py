@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,16 +25,6 @@ from flow_grpo.weights import fsdp_utils, policies
 NoisySteps = Callable[[PlannedBatch], range]
 
 
-class ForwardInputs(NamedTuple):
-    """Inputs of a forward of B rows."""
-
-    x: Tensor
-    t: Tensor
-    condition: Condition
-    guidance_scale: float
-    size: Size
-
-
 class EqualForwards:
     """The policy's velocity, computed equally often on every rank, since each forward gathers sharded weights.
 
@@ -44,11 +33,11 @@ class EqualForwards:
 
     def __init__(self, run: Run):
         self.run = run
-        self.last_inputs: ForwardInputs | None = None
+        self.last_inputs: tuple[Tensor, Tensor, Condition, float, Size] | None = None
 
     def __call__(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         distributed.any_rank(True)
-        self.last_inputs = ForwardInputs(x, t, condition, guidance_scale, size)
+        self.last_inputs = (x, t, condition, guidance_scale, size)
         return self.run.velocity(*self.last_inputs)
 
     @torch.no_grad()

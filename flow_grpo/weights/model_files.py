@@ -100,9 +100,7 @@ def _folder_of(model: str) -> Path | None:
 def _parts(folder: Path) -> dict[str, Part]:
     """Return the parts that model_index.json names."""
     index = folder / "model_index.json"
-    problem = folders.file_problem(index)
-    if problem:
-        raise UserError(f"{in_one_line(index)} {problem}")
+    folders.check_file(index)
     parts = {}
     for name, entry in folders.read_json(index).items():
         # Other entries are settings of the pipeline, and an absent part is [null, null].
@@ -139,9 +137,8 @@ def _check_settings(path: Path) -> None:
     is_json = SETTINGS.fullmatch(path.name) is not None
     if not is_json and path.suffix not in (".txt", ".model"):
         return
-    problem = folders.file_problem(path)
-    if not problem and is_json:
-        problem = _json_problem(path)
+    folders.check_file(path)
+    problem = _json_problem(path) if is_json else ""
     if problem:
         raise UserError(f"{in_one_line(path)} {problem}")
 
@@ -174,9 +171,7 @@ def _check_frozen(folder: Path, part: Part) -> None:
     is_pickled = not any((folder / file).exists() for file in (name, name + safetensors_reader.INDEX))
     # A pickle's names and shapes are known only when it is loaded.
     if is_pickled and pickle.is_file():
-        problem = folders.file_problem(pickle)
-        if problem:
-            raise UserError(f"{in_one_line(pickle)} {problem}")
+        folders.check_file(pickle)
         return
     shapes: Shapes = {}
     for file in safetensors_reader.weight_files(folder, name):

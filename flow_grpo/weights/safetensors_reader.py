@@ -182,9 +182,7 @@ def weight_files(folder: Path, name: str) -> list[Path]:
 
 
 def _names_in_index(index: Path) -> set[str]:
-    problem = folders.file_problem(index)
-    if problem:
-        raise UserError(f"{in_one_line(index)} {problem}")
+    folders.check_file(index)
     weight_map = folders.read_json(index).get("weight_map")
     is_map = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
     if not weight_map or not is_map:
