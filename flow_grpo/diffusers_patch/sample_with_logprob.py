@@ -77,7 +77,8 @@ def pipeline_with_logprob(
     model = model_classes.of_pipeline(pipeline)
     scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
-    job = _checked_job(model, prompts, generators, params, Size(height, width), window, "window")
+    _check_steps(window, params, "window")
+    job = _checked_job(model, prompts, generators, params, Size(height, width))
     return sample(job, noisy_steps=window, vae_batch_size=vae_batch_size)
 
 
@@ -113,7 +114,8 @@ def pipeline_with_logprob_perstep(
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
     if num_branches < 2 or not steps:
         raise UserError(f"num_branches is {num_branches}, steps is {steps}; it takes 2 branches, and a step to leave")
-    job = _checked_job(model, prompts, generators, params, Size(height, width), steps, "steps")
+    _check_steps(steps, params, "steps")
+    job = _checked_job(model, prompts, generators, params, Size(height, width))
     return sample(
         job,
         noisy_steps=steps,
@@ -129,10 +131,8 @@ def _checked_job(
     generators: torch.Generator | list[torch.Generator],
     params: SamplingParams,
     size: Size,
-    steps: range,
-    name: str,
 ) -> SamplingJob:
-    """Check the arguments of an entry point, then encode its prompts; `name` is that of the argument `steps`."""
+    """Check the arguments of an entry point, then encode its prompts."""
     if isinstance(prompts, str):
         prompts = [prompts]
     num_prompts = len(prompts.text_embeds) if isinstance(prompts, Condition) else len(prompts)
@@ -143,7 +143,6 @@ def _checked_job(
     if len(generators) != num_prompts:
         raise UserError(f"generators has {len(generators)} entries for {num_prompts} prompts; give one for each")
     model.check_size(size)
-    _check_steps(steps, params, name)
     if not isinstance(prompts, Condition):
         records = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         prompts = model.encode(records, guided=model.is_guided(params.guidance_scale))
