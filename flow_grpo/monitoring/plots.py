@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -166,7 +166,7 @@ def _drawn(value: float) -> float:
 
 def plot_reward(records: Sequence[dict], config: Config, file: Path) -> bool:
     """Draw a PNG, SVG or PDF with a panel per reward over epochs; False, and no file, if there is no reward yet."""
-    names = _reward_names(records, config)
+    names = _reward_names(records, config.reward_fn)
     if not names:
         return False
     columns = min(3, len(names))
@@ -190,13 +190,13 @@ def plot_reward(records: Sequence[dict], config: Config, file: Path) -> bool:
     return True
 
 
-def _reward_names(records: Sequence[dict], config: Config) -> list[str]:
+def _reward_names(records: Sequence[dict], weights: Mapping[str, float]) -> list[str]:
     """Return the names of the logged rewards, without spreads and without a weighted sum of one reward."""
     names = set()
     for key in set().union(*records):
         kind, _, name = key.partition("/")
         is_mean = kind in ("reward", "eval") and name and not re.search(SPREADS, name)
-        if is_mean and rewards.display_name(name, config.reward_fn) == name:
+        if is_mean and rewards.display_name(name, weights) == name:
             names.add(name)
     return sorted(names)
 

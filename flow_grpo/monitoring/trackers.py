@@ -40,17 +40,10 @@ def grouped(record: dict[str, float]) -> dict[str, float]:
     return figures
 
 
-def public(config: Config) -> dict[str, Any]:
-    """Return the config as trackers get it, without config.alert, which may hold a token."""
-    settings = config.to_dict()
-    settings.pop("alert", None)
-    return settings
-
-
 class Wandb:
     """Run in wandb, offline unless WANDB_MODE says otherwise."""
 
-    def __init__(self, run_dir: Path, config: Config):
+    def __init__(self, run_dir: Path, settings: dict[str, Any]):
         import wandb
 
         id_file = run_dir / "wandb_id"
@@ -64,7 +57,7 @@ class Wandb:
             id=id_file.read_text(),
             resume="allow",
             mode=_wandb_mode(),
-            config=public(config),
+            config=settings,
             settings=wandb.Settings(silent=True, console="off"),
             reinit="finish_previous",
         )
@@ -122,9 +115,9 @@ class Wandb:
 class TensorBoard:
     """Event files in the run's folder tensorboard/. The horizontal axis is the number of updates."""
 
-    def __init__(self, run_dir: Path, config: Config):
+    def __init__(self, run_dir: Path, settings: dict[str, Any]):
         self.folder = run_dir / "tensorboard"
-        self.config = json.dumps(public(config), indent=4, default=str)
+        self.settings = json.dumps(settings, indent=4, default=str)
         self.writer: Any = None
 
     def _opened(self, step: int) -> Any:
@@ -136,7 +129,7 @@ class TensorBoard:
             purge_step = step + 1 if self.folder.exists() else None
             self.writer = SummaryWriter(self.folder, purge_step=purge_step)
             # Markdown shows indented text as code.
-            self.writer.add_text("config", textwrap.indent(self.config, " " * 4), step)
+            self.writer.add_text("config", textwrap.indent(self.settings, " " * 4), step)
         return self.writer
 
     def log(self, record: dict[str, float], line: int) -> None:
@@ -240,4 +233,7 @@ def open_all(run_dir: Path, config: Config) -> list[Wandb | TensorBoard]:
     """Open the tracker of config.logger, if it names one."""
     if config.logger not in KINDS:
         return []
-    return [KINDS[config.logger](run_dir, config)]
+    # Trackers do not get config.alert, which may hold a token.
+    settings = config.to_dict()
+    del settings["alert"]
+    return [KINDS[config.logger](run_dir, settings)]
