@@ -122,13 +122,10 @@ class PaddedText(NamedTuple):
     @classmethod
     def of(cls, condition: Condition) -> "PaddedText":
         missing = -condition.num_tokens % SEQ_MULTI_OF
-        embeds = F.pad(condition.text_embeds, (0, 0, 0, missing))
-        is_own = condition.mask
-        if is_own is None:
-            is_own = embeds.new_ones(condition.text_embeds.shape[:2], dtype=torch.bool)
-        is_own = F.pad(is_own, (0, missing))
-        seen = is_own.unflatten(1, (-1, SEQ_MULTI_OF)).any(2).repeat_interleave(SEQ_MULTI_OF, 1)
-        return cls(embeds, is_own, seen)
+        padded = condition.padded(condition.num_tokens + missing)
+        assert padded.mask is not None
+        seen = padded.mask.unflatten(1, (-1, SEQ_MULTI_OF)).any(2).repeat_interleave(SEQ_MULTI_OF, 1)
+        return cls(padded.text_embeds, padded.mask, seen)
 
 
 def patches(x: Tensor) -> Tensor:
