@@ -3,7 +3,6 @@
 import itertools
 import json
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -17,7 +16,7 @@ import pytest
 import torch
 import warm
 from PIL import Image
-from small import ENV, ROOT, no_file_above, random_images
+from small import ENV, ROOT, command_of, lines_of, no_file_above, random_images
 
 from flow_grpo.base.distributed import over_ranks
 from flow_grpo.base.errors import WriteFailed
@@ -252,33 +251,46 @@ def test_a_wandb_that_sends_nothing_although_it_has_a_key_says_so(tmp_path, monk
 
 
 SERVICE_DIES = """
-import os, signal, sys
+import os, runpy, signal, sys
 from pathlib import Path
-from flow_grpo.monitoring.dashboard import Dashboard
-from flow_grpo.settings.sections import Config
-from flow_grpo.settings.sections import Config, Train
+from flow_grpo import rewards
 
-board = Dashboard(sys.argv[1], Config(name="red", num_epochs=3), is_main=True)
-stats = {int(path.parent.name): path.read_text() for path in Path("/proc").glob("[0-9]*/stat")}
-(service,) = [process for process, stat in stats.items() if int(stat.rsplit(")", 1)[1].split()[1]) == os.getpid()]
-os.kill(service, signal.SIGKILL)
-os.waitid(os.P_PID, service, os.WEXITED | os.WNOWAIT)
-for step in range(3):
-    board.log("update", {"loss": 0.5}, epoch=0, step=step)
-board.finish()
+
+def service():
+    stats = {int(path.parent.name): path.read_text() for path in Path("/proc").glob("[0-9]*/stat")}
+    return [process for process, stat in stats.items() if int(stat.rsplit(")", 1)[1].split()[1]) == os.getpid()]
+
+
+def brightness(images, prompts, metadata):
+    # In the second epoch; wandb has the first one.
+    lines = [path.read_text() for path in Path(sys.argv[-1].partition("=")[2]).glob("*/metrics.jsonl")]
+    if service() and '"kind": "epoch"' in "".join(lines):
+        (process,) = service()
+        os.kill(process, signal.SIGKILL)
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    return images.mean((1, 2, 3))
+
+
+rewards.register("brightness", brightness)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for wandb's process in /proc")
-def test_a_wandb_service_that_dies_is_one_sentence_and_ends_nothing(tmp_path):
+def test_a_wandb_service_that_dies_in_a_run_is_one_sentence_and_ends_nothing(shallow, tmp_path):
     """In a process of its own, which ends as one does."""
-    env = ENV | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-c", SERVICE_DIES, str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    how = shallow | dict(num_epochs=3, eval_freq=0, logger="wandb")
+    command = command_of("shapes_qwenimage", tmp_path, **how)
+    (tmp_path / "dies.py").write_text(SERVICE_DIES)
+    env = ENV | {"PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    done = warm.run([tmp_path / "dies.py", *command, f"--config.output_dir={tmp_path / 'runs'}"], env)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout.count("it is told nothing more of this run") == 1
-    assert [line["step"] for line in plots.read_metrics(tmp_path)] == [0, 1, 2]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [line["epoch"] for line in lines_of(folder, "epoch")] == [0, 1, 2]
+    assert {"README.md", "pytorch_lora_weights.safetensors", "reward.png"} <= {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.skipif(not trackers.is_installed("tensorboard"), reason="tensorboard, of the extra test, is not installed")

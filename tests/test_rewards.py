@@ -31,6 +31,7 @@ from flow_grpo.run import sampling
 from flow_grpo.scoring import pool as pools
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import RewardFailed
+from flow_grpo.settings import declared
 from flow_grpo.settings.sections import Config, Train
 
 WINDOW = "shapes_qwenimage"
@@ -392,6 +393,30 @@ def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch
     assert all(line["grad_norm"] == 0 and line["loss"] == 0 for line in lines_of(folder, "update"))
     said = [line for line in capsys.readouterr().out.splitlines() if "score alike (1 on average)" in line]
     assert [line.split(":")[0] for line in said] == ["epoch 1", "epoch 2"]
+
+
+def test_a_second_wait_in_an_epoch_adds_its_images_and_replaces_the_other_figures(shallow, tmp_path):
+    """As a fork's rollout may wait for a part of its images. What is trained stays, bit for bit."""
+    means = []
+
+    @declared.ours("rollout")
+    def waits_for_half(run, epoch):
+        stored, submitted = train_qwenimage.rollout(run, epoch)
+        half = submitted[: len(submitted) // 2]
+        means.append(run_rewards.wait(run, epoch, half).scores["avg"].mean().item())
+        assert run.epoch_metrics["reward/avg"] == pytest.approx(means[-1])
+        return stored, submitted
+
+    how = shallow | dict(num_epochs=2, eval_freq=0, vae_batch_size=4)
+    plain = train(WINDOW, tmp_path / "plain", **how)
+    train_qwenimage.main(config_of(WINDOW, tmp_path / "fork", **how), rollout=waits_for_half)
+    (fork,) = (tmp_path / "fork").iterdir()
+    assert lines_of(fork, "update") == lines_of(plain, "update")
+    images = [line.pop("images") for line in (*lines_of(plain, "epoch"), *lines_of(fork, "epoch"))]
+    assert images == [8, 16, 12, 24]
+    for ours, theirs, mean in zip(lines_of(fork, "epoch"), lines_of(plain, "epoch"), means, strict=True):
+        assert ours | dict(images=0) == theirs | dict(images=0)
+        assert ours["reward/avg"] != pytest.approx(mean)
 
 
 def test_a_server_trains_the_same_weights_as_a_thread_and_no_token_is_stored(shallow, tmp_path, monkeypatch):
