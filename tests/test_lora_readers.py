@@ -1,6 +1,7 @@
 """An exported LoRA is the policy that was trained, whoever reads it, and whoever trains it further."""
 
 import json
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,12 @@ def test_an_export_in_bfloat16_is_the_policy_within_its_rounding(read, rounded, 
         assert torch.equal(weights[name], weight.bfloat16()), name
     difference = velocity(read(rounded)) - policy
     assert 0 < difference.norm() < 2**-8 * (policy - base).norm()
+
+
+def test_a_hidden_file_of_macos_beside_a_lora_is_passed_over(folder, tmp_path):
+    shutil.copy(folder / lora_files.FILE, tmp_path / "mine.safetensors")
+    (tmp_path / "._mine.safetensors").write_bytes(b"\0\5\x16\7")
+    assert lora_files.read_adapter(tmp_path) == lora_files.read_adapter(folder)
 
 
 def test_the_header_says_that_alpha_is_the_rank(folder):

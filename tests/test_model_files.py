@@ -70,6 +70,44 @@ def weights(name, change_all):
     return change
 
 
+def device(name):
+    """A change of a model: a link to a device in the place of a file."""
+
+    def change(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to("/dev/zero")
+
+    return change
+
+
+def loop(name):
+    """A change of a model: a link to itself in the place of a part."""
+
+    def change(folder):
+        shutil.rmtree(folder / name)
+        (folder / name).symlink_to(name)
+
+    return change
+
+
+def part(name, library, kind):
+    """A change of a model: an entry of its index."""
+    index = json.loads((TINY / "model_index.json").read_text())
+    return put("model_index.json", json.dumps(index | {name: [library, kind]}))
+
+
+def in_two_files(folder):
+    """A change of a model: weights in two files, of which the second was not fetched."""
+    (folder / WEIGHTS).unlink()
+    names = sorted(load_file(TINY / WEIGHTS))
+    file_of = {}
+    for number, some in enumerate((names[::2], names[1::2]), start=1):
+        file_of |= dict.fromkeys(some, f"diffusion_pytorch_model-0000{number}-of-00002.safetensors")
+    index = Path(WEIGHTS + ".index.json")
+    (folder / index).write_text(json.dumps({"weight_map": file_of}))
+    (folder / "transformer" / file_of[names[0]]).touch()
+
+
 def without_two(tensors):
     return dict(sorted(tensors.items())[2:])
 
@@ -92,6 +130,20 @@ REFUSED = [  # a name, the change, and words of the sentence
     ("an empty VAE", put(VAE, ""), VAE, "empty"),
     ("a text encoder that is cut off", put(TEXT, (TINY / TEXT).read_bytes()[:-40]), TEXT, "831,800 of 831,840"),
     ("broken settings of the VAE", put("vae/config.json", "{"), "vae/config.json", "JSON"),
+    ("a byte order mark", put("transformer/config.json", b"\xef\xbb\xbf{}"), "transformer/config.json", "JSON"),
+    ("UTF-16", put("vae/config.json", "{}".encode("utf-16")), "vae/config.json", "JSON"),
+    ("GGUF", put(WEIGHTS, b"GGUF\3\0\0\0" + bytes(99)), WEIGHTS, "a GGUF file"),
+    ("a zip of torch", put(VAE, b"PK\3\4" + bytes(99)), VAE, "torch.save"),
+    ("a pickle", put(TEXT, b"\x80\2" + bytes(99)), TEXT, "torch.save"),
+    ("a page", put(WEIGHTS, "<!DOCTYPE html><html>"), WEIGHTS, "HTML"),
+    ("a device in place of weights", device(WEIGHTS), WEIGHTS, "device"),
+    ("a device in place of the VAE", device(VAE), VAE, "device"),
+    ("a device in place of the index", device("model_index.json"), "model_index.json", "device"),
+    ("a device in place of a tokenizer", device("tokenizer/tokenizer.json"), "tokenizer.json", "device"),
+    ("a loop in place of the VAE", loop("vae"), "/vae", "no folder"),
+    ("a part of someone's own", part("vae", "my_vae", "MyVae"), "vae", "'my_vae'", "not installed"),
+    ("a part that diffusers lacks", part("vae", "diffusers", "AutoencoderKLMine"), "vae", "AutoencoderKLMine"),
+    ("a missing shard", in_two_files, "-00002-of-00002", "of the 2 files"),
     ("no VAE", lambda folder: shutil.rmtree(folder / "vae"), "vae", "model_index.json"),
     ("a list in place of the index", put("model_index.json", "[1]"), "model_index.json", "object"),
     ("a VAE without two weights", weights(VAE, without_two), "vae", "AutoencoderKLQwenImage", "missing"),

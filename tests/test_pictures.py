@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from refused import assert_refused
+from small import MODELS
 
 from flow_grpo.base import pictures
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import load_file
+from flow_grpo.diffusers_patch import registry
 
 RED = (255, 0, 0)
 WHITE = (255, 255, 255)
@@ -66,6 +68,13 @@ def png_of_size(width, height):
     return file[:12] + kind + struct.pack(">I", zlib.crc32(kind)) + file[33:]
 
 
+def with_text_bomb():
+    """A whole PNG with a text that unpacks to 200 MB."""
+    file = saved(Image.new("RGB", (4, 4)))
+    text = b"zTXt" + b"a\0\0" + zlib.compress(bytes(2 * 10**8), 1)
+    return file[:33] + struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text)) + file[33:]
+
+
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
 WRONG = {  # a file that is no whole picture, and words of the sentence
     "cut.jpg": (saved(NOISE, "jpeg")[:-200], "truncated"),
@@ -76,6 +85,11 @@ WRONG = {  # a file that is no whole picture, and words of the sentence
     "empty.png": (b"", "is empty"),
     "page.png": (b"<html>404</html>", "no picture of a format"),
     "folder.png": (None, "Is a directory"),
+    "phone.heic": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99), "no picture of a format"),
+    "drawing.svg": (b'<svg xmlns="http://www.w3.org/2000/svg"/>', "no picture of a format"),
+    "._whole.png": (b"\0\x05\x16\x07\0\2\0\0Mac OS X        " + bytes(99), "no picture of a format"),
+    "Thumbs.db": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(99), "no picture of a format"),
+    "text_bomb.png": (with_text_bomb(), "cannot be read"),
 }
 
 
@@ -97,6 +111,30 @@ def test_source_that_is_no_whole_picture_is_refused_by_its_line(tmp_path):
     for name, (content, *words) in WRONG.items():
         path = dataset_of(tmp_path, name, content).rename(tmp_path / f"{name}.jsonl")
         rows.append((name, partial(load_file, path), [f"{path}, line 2: ", tmp_path / name, *words]))
+    assert_refused(rows)
+
+
+ODD_NAMES = {"https://a.org/b.png": "fetch", "data:image/png;base64,iVBO": "fetch", "a\0.png": "no file can have"}
+
+
+def test_names_of_no_file_are_refused_by_their_line(tmp_path):
+    rows = []
+    for number, (name, words) in enumerate(ODD_NAMES.items()):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps({"prompt": "a cat", "sources": [name]}) + "\n")
+        rows.append((name, partial(load_file, path), [f"{path}, line 1: ", words]))
+    assert_refused(rows)
+
+
+def test_source_that_is_no_file_or_hardly_wide_is_refused(tmp_path):
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    Image.new("RGB", (1, 3000)).save(tmp_path / "narrow.png")
+    model = MODELS["qwenimage_edit"].without_weights(registry.tiny_folder("qwenimage_edit"))
+    narrow = Prompt("a cat", {}, (tmp_path / "narrow.png",))
+    rows = [
+        ("zero", Prompt("a cat", {}, (tmp_path / "zero.png",)).source_sizes, ["'a cat'", "device"]),
+        ("narrow", partial(model.check_sources, [narrow]), ["'a cat'", "1 x 3000", "crop"]),
+    ]
     assert_refused(rows)
 
 

@@ -689,6 +689,15 @@ FOREIGN = {  # what writes a source that is none, and words of the sentence
     "labels of text": (rows_with(label_0="left", label_1="right"), "a.parquet", "'left' and 'right'"),
     "labels alike": (rows_with(label_0=0.5, label_1=0.5), "'label_0' and 'label_1'", "0.5 and 0.5"),
     "labels that are none": (rows_with(label_0=float("nan")), "nan and 0.0"),
+    "one image": (rows_with(jpg_1=RED), "row 0, 'jpg_0' and 'jpg_1' are one image"),
+    "lists of images": (rows_with(jpg_0=[RED]), "'jpg_0' holds list", "not images as bytes"),
+    "labels that are missing": (rows_with(label_0=None, label_1=None), "None and None"),
+    "files of macOS": (stored("._a.parquet", b"\0\5\x16\7"), "neither pairs.jsonl nor *.parquet"),
+    "a device": (lambda folder: (folder / "a.parquet").symlink_to("/dev/zero"), "a.parquet", "device"),
+    "lines of a device": (lambda folder: (folder / "pairs.jsonl").symlink_to("/dev/zero"), "pairs.jsonl", "device"),
+    "lines of a folder": (lambda folder: (folder / "pairs.jsonl").mkdir(), "pairs.jsonl", "directory"),
+    "lines of one image": (lines_with(loser="red.png"), "line 1, 'winner' and 'loser' are one image"),
+    "lines of NaN": (lines_with(winner_score=float("nan"), loser_score=0.1), "nan and 0.1"),
     "lines of a pointer": (stored("pairs.jsonl", POINTER), "pairs.jsonl", "git lfs pull"),
     "lines of TRL": (stored("pairs.jsonl", b'{"prompt": "a", "chosen": "a.png"}'), "line 1", '"winner"'),
     "lines without images": (lines_with(winner="gone.png"), "line 1, 'winner'", "gone.png' does not exist"),
@@ -716,6 +725,11 @@ def dictionary_encoded(folder):
     pq.write_table(table.set_column(0, "caption", table["caption"].dictionary_encode()), folder / "a.parquet")
 
 
+def beside_a_hidden_file(folder):
+    rows_with()(folder)
+    (folder / "._a.parquet").write_bytes(b"\0\5\x16\7")
+
+
 READ = {  # what writes a source whose first image wins
     "bytes of datasets": rows_with(jpg_0={"bytes": RED, "path": None}, jpg_1={"bytes": BLUE, "path": "gone.png"}),
     "paths of datasets": rows_with(jpg_0={"bytes": None, "path": "red.png"}, jpg_1={"bytes": b"", "path": "blue.png"}),
@@ -724,6 +738,7 @@ READ = {  # what writes a source whose first image wins
     "labels of logic": rows_with(label_0=True, label_1=False),
     "dictionary": dictionary_encoded,
     "lines": lines_with(winner_score=2, loser_score=1),
+    "beside a hidden file of macOS": beside_a_hidden_file,
 }
 
 

@@ -3,7 +3,9 @@
 import gzip
 import io
 import json
+import os
 import zipfile
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,6 +48,9 @@ READ = {  # file -> its bytes and its prompts
     "diffusiondb.parquet": (parquet(image_name=["0.png"], prompt=["a cat"], seed=[1]), ["a cat"]),
     "coded.parquet": (parquet(Caption=pa.array(["a cat", "a cat"]).dictionary_encode()), ["a cat", "a cat"]),
     "with spaces.txt": (b"[photo] a cat\n{soft} light, a prompt\n", ["[photo] a cat", "{soft} light, a prompt"]),
+    "marked.jsonl": (b'\xef\xbb\xbf{"prompt": "a", "score": NaN}\r\n{"prompt": "b"}\r\n', ["a", "b"]),
+    "index.csv": (b",prompt\n0,a cat\n1,a dog\n", ["a cat", "a dog"]),
+    "views.parquet": (parquet(prompt=pa.array(["a cat"], pa.string_view())), ["a cat"]),
 }
 REFUSED = {  # file -> its bytes, and words besides its name
     "pointer.txt": (POINTER, "git lfs pull"),
@@ -87,6 +92,26 @@ REFUSED = {  # file -> its bytes, and words besides its name
     "twice.csv": (b"prompt,prompt\na,b\n", "two columns"),
     "header.csv": (b"prompt,tag\n", "empty"),
     "empty.json": (b"[]", "empty"),
+    "comma.jsonl": (b'{"prompt": "a",}\n', "line 1", "JSON"),
+    "repr.jsonl": (b"{'prompt': 'a'}\n", "line 1", "JSON"),
+    "joined.jsonl": (b'{"prompt": "a"},\n{"prompt": "b"}\n', "line 1", "JSON"),
+    "pretty.jsonl": (b'{\n  "prompt": "a"\n}\n', "line 1", "goes on", ".json"),
+    "entries.jsonl": (b'[{"prompt": "a"},\n{"prompt": "b"}]\n', "line 1", "goes on", ".json"),
+    "nested.jsonl": (b'{"prompt": {"text": "a"}}\n', "line 1", '"prompt" string'),
+    "lists.parquet": (parquet(prompt=[["a", "b"]]), "'prompt'", "list<"),
+    "struct.parquet": (parquet(prompt=[{"en": "a"}]), "'prompt'", "struct<"),
+    "bytes.parquet": (parquet(prompt=[b"a"]), "'prompt'", "binary"),
+    "arrow.parquet": (b"ARROW1\0\0", ".parquet"),
+    "formatted.txt": (b"{\\rtf1\\ansi\\ansicpg1252\n\\f0 a cat\\\n}", "plain text"),
+    "old_word.txt": (b"\xd0\xcf\x11\xe0\xa1\xb1", ".csv or .txt"),
+    "paper.txt": (b"%PDF-1.4\n1 0 obj\n", "plain text"),
+    "markup.txt": (b'<?xml version="1.0"?>\n<p>a cat</p>\n', "XML"),
+    "python.txt": (b'prompts = [\n  "a cat",\n]\n', "Python or YAML"),
+    "yaml.txt": (b"prompts:\n  - a cat\n", "Python or YAML"),
+    "endless.txt": (b"a " * 60_000, "line 1", "119,999 characters"),
+    "unseen.txt": ("a\n\u200b\ufeff\n".encode(), "line 2", "empty prompt"),
+    "quoted.csv": (b'"prompt";"kind"\n"a, b";"c"\n', "line 1", "';' separates"),
+    "tabs.csv": (b"id\tprompt\n1\ta\n", "line 1", "separates"),
 }
 
 
@@ -107,7 +132,16 @@ def test_what_holds_no_prompts_or_no_clear_column_is_one_sentence(tmp_path):
     (tmp_path / "loop.txt").symlink_to("loop.txt")
     (tmp_path / "gone.txt").symlink_to("nothing")
     (tmp_path / "folder.txt").mkdir()
-    others = {"loop.txt": "links", "gone.txt": "link", "folder.txt": "directory", "no.csv": "not exist"}
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    others = {
+        "zero.txt": "device",
+        "pipe.jsonl": "pipe",
+        "loop.txt": "links",
+        "gone.txt": "link",
+        "folder.txt": "directory",
+        "no.csv": "not exist",
+    }
     for name, word in others.items():
         rows.append((name, lambda name=name: prompts.load_file(tmp_path / name), [tmp_path / name, word]))
     assert_refused(rows)
@@ -131,7 +165,32 @@ def test_a_column_that_is_asked_for_is_taken_from_every_format_or_refused(tmp_pa
     assert_refused(rows)
 
 
-def test_a_data_set_folder_without_its_files_names_the_file_of_prompts_that_it_has(tmp_path):
-    (tmp_path / "all.csv").write_text("prompt\na\n")
-    words = ["train.txt", "'all.csv'", "tools/split_prompts.py"]
-    assert_refused([("csv", lambda: prompts.load_prompts(str(tmp_path), "train"), words)])
+OTHER_FOLDERS = [  # names of the files of a data set, and words of the sentence
+    (["all.csv"], "'all.csv'", "tools/split_prompts.py"),
+    (["test.txt", "._all.csv", "all.csv"], "'all.csv'"),
+    (["test.txt", "00000.tar"], "['00000.tar', 'test.txt']"),
+    (["dataset_info.json", "state.json", "data-00000-of-00001.arrow"], "save_to_disk", "to_csv"),
+]
+
+
+def test_a_data_set_folder_without_its_files_says_what_it_has(tmp_path):
+    rows = []
+    for number, (names, *words) in enumerate(OTHER_FOLDERS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text("prompt\na\n")
+        load = partial(prompts.load_prompts, str(folder), "train")
+        rows.append((str(names), load, ["train.txt", *words]))
+    assert_refused(rows)
+
+
+def test_what_has_the_name_of_a_split_is_refused_by_its_own_name(tmp_path):
+    rows = []
+    for target in ("nothing", "train.txt", "/dev/zero"):
+        folder = tmp_path / target.strip("/").replace("/", " ")
+        folder.mkdir()
+        (folder / "train.txt").symlink_to(target)
+        load = partial(prompts.load_prompts, str(folder), "train")
+        rows.append((target, load, [folder / "train.txt"]))
+    assert_refused(rows)

@@ -86,6 +86,11 @@ TRAINING = {  # a script's run -> its rows
         no("adam_betas", "nan", train__adam_betas=(NAN, 0.9)),
         no("lora.path is 'somewhere'", "lora.rank set", lora__rank=0, lora__path="somewhere"),
         no("nowhere/pytorch_lora_weights.safetensors", lora__path="nowhere"),
+        no("/dev/null is a pipe or a device", lora__path="/dev/null"),
+        no("is an address", "OWNER/NAME", model="https://huggingface.co/Qwen/Qwen-Image"),
+        no("'/dev/null' is no folder", model="/dev/null"),
+        no("no checkpoint at /dev/null", resume_from="/dev/null", dry_run=1),
+        no("cache_dir", "/dev/null is no folder", cache_dir="/dev/null", dry_run=1),
         no("lora.targets has 'attn.to_qq'", "attn.to_q", lora__targets=("attn.to_k", "attn.to_qq")),
         no("lora.targets has 'attn'", lora__targets=("attn",)),  # no linear layer itself
         no("lora.targets", "lora.rank set", lora__targets=("attn.to_q",), lora__rank=0),

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
@@ -235,9 +236,12 @@ def remove(path: Path) -> None:
 def file_problem(path: Path) -> str:
     """Return why a file cannot be what its name says, or "" if it may be.
 
-    It does not exist, is empty, unreadable, or a Git LFS pointer, which stands for a file that a clone has not fetched.
+    It does not exist, is empty, unreadable, a pipe or a device, or a Git LFS pointer, which stands for a file that a
+    clone has not fetched.
     """
     try:
+        if is_pipe_or_device(path):
+            return "is a pipe or a device: save what it gives as a file"
         with path.open("rb") as file:
             start = file.read(len(LFS_POINTER))
     except FileNotFoundError:
@@ -246,6 +250,8 @@ def file_problem(path: Path) -> str:
         return "does not exist"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
+    except ValueError:  # a zero character
+        return "has a name that no file can have"
     if start == LFS_POINTER:
         return "is a Git LFS pointer, not the file itself: run `git lfs pull` in its repository"
     if not start:
@@ -260,9 +266,18 @@ def check_file(path: Path) -> None:
         raise UserError(f"{in_one_line(path)} {problem}")
 
 
+def is_pipe_or_device(path: Path) -> bool:
+    """Return whether a path is neither a file nor a folder. To open a pipe waits for its writer, perhaps for ever, and
+    some devices have no end. Raise OSError for a path that does not exist."""
+    mode = path.stat().st_mode
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raise UserError if the file holds anything else."""
     try:
+        if is_pipe_or_device(path):
+            raise OSError("it is a pipe or a device")
         stored = json.loads(path.read_text(encoding="utf-8"))
         # JSON can name a lone surrogate, which no text file can hold: a ValueError here, not when it is written.
         json.dumps(stored, ensure_ascii=False).encode()

@@ -11,7 +11,7 @@ from PIL import Image
 
 from flow_grpo.base import pictures
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted
+from flow_grpo.base.formatting import in_one_line, quoted
 
 Result = TypeVar("Result")
 Source = Path | Image.Image  # an image to be edited
@@ -86,7 +86,7 @@ def picture_size(path: Path, place: str) -> tuple[int, int]:
 
 def _read_source(read: Callable[[Any], Result], source: Source, place: str) -> Result:
     """Return what `read` makes of a source. Raise UserError, which names `place`, if it is no picture."""
-    name = f" {source}" if isinstance(source, Path) else ""
+    name = f" {in_one_line(source, 300)}" if isinstance(source, Path) else ""
     try:
         return read(source)
     except pictures.Unreadable as error:

@@ -104,8 +104,11 @@ def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
 def _check_places(config: Config, reads_dataset: bool) -> None:
     """Raises UserError for a data set, a checkpoint or a model that is not there."""
     try:
-        if reads_dataset and not (data := Path(locations.resolve(config.dataset))).is_dir():
-            what = "is a file; tools/split_prompts.py makes a folder of it" if data.is_file() else "is no folder here"
+        data = Path(locations.resolve(config.dataset))
+        if reads_dataset and not data.is_dir():
+            what = "is no folder here"
+            if data.is_file():
+                what = "is a file; tools/split_prompts.py makes a folder of a file of prompts"
             raise UserError(f"config.dataset {quoted(config.dataset)} {what}; see docs/howto/own_data.md")
         if config.resume_from not in ("", "latest") and not Path(config.resume_from).exists():
             raise UserError(f"config.resume_from {quoted(config.resume_from)} is no checkpoint and no folder of them")

@@ -22,6 +22,8 @@ from flow_grpo.data.prompt_files import parse_line, read_lines
 from flow_grpo.data.prompts import source_paths
 from flow_grpo.diffusers_patch.size import Size
 
+# macOS lays a hidden ._NAME beside each file on another system's disk.
+PARQUET = "[!.]*.parquet"
 PICK_A_PIC = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")
 SIDES = ("winner", "loser")
 IMAGES = ("jpg_0", "jpg_1")
@@ -53,7 +55,7 @@ def open_rows(source: str) -> "list[dict[str, Any]] | PickAPic":
             raise UserError(f"{jsonl} has no line")
         _check_jsonl_rows(rows, jsonl)
         return rows
-    pick_a_pic = PickAPic(sorted(folder.glob("*.parquet")))
+    pick_a_pic = PickAPic(sorted(folder.glob(PARQUET)))
     if not len(pick_a_pic):
         raise UserError(f"--source {quoted(source)}: its *.parquet have no row")
     _check_pick_a_pic(pick_a_pic)
@@ -64,12 +66,13 @@ def _check_folder(folder: Path, name: str) -> None:
     """Raises UserError for what is no folder, or one without a file of pairs."""
     try:
         files = sorted(path.name for path in folder.iterdir())
-        folders_below = sorted({path.parent.name for path in folder.glob("*/*.parquet")})
+        has_parquet = any(folder.glob(PARQUET))
+        folders_below = sorted({path.parent.name for path in folder.glob(f"*/{PARQUET}")})
     except OSError as error:
         raise UserError(
             f"{name} is no folder ({error.strerror}): it names one with pairs.jsonl or *.parquet; {FORMS}"
         ) from error
-    if "pairs.jsonl" in files or any(file.endswith(".parquet") for file in files):
+    if "pairs.jsonl" in files or has_parquet:
         return
     hint = f"; its folder {folders_below[0]} has *.parquet" if folders_below else ""
     raise UserError(f"{name} has neither pairs.jsonl nor *.parquet, but {quoted(files)}{hint}; {FORMS}")
@@ -228,6 +231,9 @@ def _problem_of_row(row: dict[str, Any], prompt: str, images: tuple[str, str]) -
         problem = image_problem(row[name])
         if problem:
             return f"{name!r}: {problem}"
+    first, second = (pictures.upright(row[name]) for name in images)
+    if first == second:
+        return f"{images[0]!r} and {images[1]!r} are one image"
     if not (row[prompt] or "").strip():
         return f"{prompt!r}: the prompt is empty"
     return ""

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +19,23 @@ TEXT = ("string", "large_string", "string_view", "null")  # types of parquet's c
 MISSING = object()
 NUM_NAMES = 8  # columns that a message names
 OTHER_COLUMN = "`python tools/split_prompts.py FILE --column NAME --out FOLDER` takes any column"
+# First line of a list in Python or YAML, such as `prompts = [` or `prompts:`.
+CODE = re.compile(r"\w+\s*(:\s*\w*\s*)?=\s*[\[({].*|(prompt|caption|text)s?\s*:|---|import \w+")
 # Files that lie beside those of prompts.
 NO_PROMPTS = ("readme", "license", "licence", "copying", "notice", "changelog")
 # First bytes -> kind of file, and how to get at its prompts.
-PACKED = {
+KINDS = {
     b"\x1f\x8b": "is compressed by gzip: unpack it by gunzip",
     b"\x28\xb5\x2f\xfd": "is compressed by Zstandard: unpack it by unzstd",
     b"BZh": "is compressed by bzip2: unpack it by bunzip2",
     b"\xfd7zXZ": "is compressed by xz: unpack it by unxz",
     b"PK\x03\x04": "is a zip archive, or an Excel table: unpack it, or save the table as .csv",
     b"SQLite format 3": "is an SQLite database: save its table of prompts as .csv",
+    b"\xd0\xcf\x11\xe0": "is an Excel table or a Word text of an older kind: save it as .csv or .txt",
+    b"{\\rtf": "is a text with fonts (RTF): save it as plain text",
+    b"%PDF-": "is a PDF: save its prompts as plain text",
+    b"<?xml": "is XML: save its prompts as plain text",
+    b"ARROW1": "is an Arrow file: save its table as .parquet (pyarrow.parquet.write_table)",
 }
 
 
@@ -61,7 +69,7 @@ def _check_kind(path: Path) -> None:
     # Some formats are told apart by their first bytes alone: names are often wrong.
     with path.open("rb") as file:
         start = file.read(64)
-    for first, problem in PACKED.items():
+    for first, problem in KINDS.items():
         if start.startswith(first):
             raise UserError(f"{in_one_line(path)} {problem}")
     if start.startswith(b"PAR1") and path.suffix.lower() != ".parquet":
@@ -161,6 +169,10 @@ def _check_is_text(path: Path, first_line: str) -> None:
     elif first_line == "{" or _is_json(first_line, dict):
         kind = "JSON does"
         ending = ".jsonl"
+    elif CODE.fullmatch(first_line):
+        raise UserError(
+            f"{in_one_line(path)} begins as Python or YAML does ({quoted(first_line)}): keep the prompts alone"
+        )
     else:
         return
     raise UserError(f"{in_one_line(path)} begins as {kind} ({quoted(first_line)}): let its name end in {ending}")
@@ -189,8 +201,20 @@ def _read_json_lines(path: Path, column: str) -> list[Row]:
         place = f"{path}, line {number}"
         if not line.strip():
             raise UserError(f"{place}: an empty line; each needs an object with a prompt")
+        if number == 1 and _goes_on(line):
+            raise UserError(
+                f"{place}: {quoted(line)} goes on in the next line; here a line is a whole object. A list of objects "
+                "may be written so in a file whose name ends in .json"
+            )
         entries.append(_Entry(place, parse_line(line, place), line))
     return _rows_of_entries(entries, column)
+
+
+def _goes_on(line: str) -> bool:
+    """Return whether a list or an object begins in a line, and does not end there."""
+    ends = {"[": "]", "{": "}"}
+    end = ends.get(line.lstrip()[:1])
+    return end is not None and not line.rstrip(", ").endswith(end)
 
 
 def _read_json(path: Path, column: str) -> list[Row]:
@@ -258,11 +282,26 @@ def _read_table(path: Path, column: str) -> list[Row]:
 def _lines_of_table(path: Path) -> list[tuple[str, list[str]]]:
     """Return the place and the fields of each line that has any."""
     dialect = csv.excel_tab if path.suffix.lower() == ".tsv" else csv.excel
-    reader = csv.reader(io.StringIO(_text_of(path), newline=""), dialect, strict=True)
+    text = _text_of(path)
+    _check_separator(path, text.partition("\n")[0], dialect.delimiter)
+    reader = csv.reader(io.StringIO(text, newline=""), dialect, strict=True)
     try:
         return [(f"{path}, line {reader.line_num}", fields) for fields in reader if fields]
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not as a table is written ({error})") from error
+
+
+def _check_separator(path: Path, first_line: str, separator: str) -> None:
+    """Raises UserError for a table whose columns are separated by something else, as Excel does by country."""
+    if separator in first_line:
+        return
+    for other in (";", "\t", ","):
+        names = [name.strip(' "') for name in first_line.split(other)]
+        if len(names) > 1 and _named_as(names, PROMPT + CAPTION):
+            raise UserError(
+                f"{path}, line 1: {quoted(other)} separates the columns of {quoted(first_line.strip())}; in a .csv a "
+                "comma does, in a .tsv a tab"
+            )
 
 
 def _read_parquet(path: Path, column: str) -> list[Row]:

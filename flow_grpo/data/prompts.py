@@ -1,6 +1,7 @@
 """The prompts of a data set, and which of them an epoch draws on which rank."""
 
 import math
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,12 @@ from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt, picture_size
 from flow_grpo.data import prompt_files
 from flow_grpo.data.prompt_files import Row
+
+SPLITS = ("train", "validation", "test")
+SAVED_DATASET = {"dataset_info.json", "dataset_dict.json"}  # names of files that `datasets` writes
+LONGEST = 100_000  # characters of a prompt: none of the models reads a hundredth of them
+ADDRESSES = ("http://", "https://", "data:")
+INVISIBLE = ("Cc", "Cf", "Zs", "Zl", "Zp")  # categories of characters
 
 
 class Split(NamedTuple):
@@ -65,17 +72,19 @@ def open_split(folder: str, split: str) -> PromptFile:
     path = find_file(folder, split)
     if path is None:
         names = " or ".join(_file_names(split))
-        raise UserError(f"config.dataset {quoted(folder)} needs {names}; neither is there{_hint_of_other_file(folder)}")
+        raise UserError(f"config.dataset {quoted(folder)} needs {names}; neither is there{_hint_of_content(folder)}")
     return PromptFile(path, load_file(path))
 
 
 def find_file(folder: str | Path, split: str) -> Path | None:
-    """Return the file of a split; None if there is none. Raises UserError if the folder cannot be looked into."""
+    """Return the file of a split, or whatever else has its name, such as a link to a file that is gone, for its reader
+    to refuse; None if there is none. Raises UserError if the folder cannot be looked into."""
     try:
         located = Path(locations.resolve(str(folder)))
         for name in _file_names(split):
-            if (located / name).is_file():
-                return located / name
+            path = located / name
+            if path.is_symlink() or path.exists():
+                return path
     except OSError as error:  # a name that is too long, or a folder that nobody may look into
         raise UserError(f"config.dataset is {quoted(str(folder))}: {error.strerror}") from error
     return None
@@ -85,12 +94,18 @@ def _file_names(split: str) -> tuple[str, str]:
     return f"{split}_metadata.jsonl", f"{split}.txt"
 
 
-def _hint_of_other_file(folder: str) -> str:
-    """Name the first file of prompts that a folder has under another name, as the end of a sentence."""
-    for path in sorted(Path(locations.resolve(folder)).glob("*")):
-        if prompt_files.is_prompt_file(path):
-            return f", but {quoted(path.name)}: tools/split_prompts.py makes a data set of such a file"
-    return ""
+def _hint_of_content(folder: str) -> str:
+    """Say what a folder has in place of prompts, as the end of a sentence."""
+    names = sorted(path.name for path in Path(locations.resolve(folder)).glob("[!.]*"))
+    if not names:
+        return ""
+    if SAVED_DATASET & set(names):
+        return ", but what `save_to_disk` of `datasets` writes: load it, and save its column of prompts by `to_csv`"
+    splits = [name for split in SPLITS for name in _file_names(split)]
+    for name in names:
+        if prompt_files.is_prompt_file(Path(name)) and name not in splits:
+            return f", but {quoted(name)}: tools/split_prompts.py makes a data set of such a file"
+    return f", but {quoted(names)}"
 
 
 def load_file(path: Path) -> list[Prompt]:
@@ -102,10 +117,13 @@ def load_file(path: Path) -> list[Prompt]:
 
 
 def _prompt_of(row: Row, folder: Path) -> Prompt:
-    """Raises UserError for a blank prompt, a "tag" that is no text of one line, and missing sources."""
+    """Raises UserError for a blank or endless prompt, a "tag" that is no text of one line, and missing sources."""
     text = row.text.strip()
-    if not text:
+    if all(unicodedata.category(letter) in INVISIBLE for letter in text):
         raise UserError(f"{row.place}: empty prompt")
+    # To count the tokens of such a text takes minutes.
+    if len(text) > LONGEST:
+        raise UserError(f"{row.place}: a prompt of {len(text):,} characters; at most {LONGEST:,} are read")
     tag = row.metadata.get("tag", "")
     if not isinstance(tag, str | int | float | None) or not str(tag).isprintable():
         raise UserError(f'{row.place}: "tag", the category, is {quoted(tag)}; it must be a text of one line')
@@ -120,6 +138,8 @@ def source_paths(metadata: dict[str, Any], place: str, folder: Path) -> tuple[Pa
         raise UserError(f'{place}: "sources" is {quoted(names)}; it must be a list of names of image files')
     paths = []
     for name in names:
+        if name.startswith(ADDRESSES):
+            raise UserError(f'{place}: "sources" has {quoted(name)}; it must name image files: fetch them first')
         path = folder / name
         picture_size(path, f'{place}: "sources"')
         paths.append(path)

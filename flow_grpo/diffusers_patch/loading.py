@@ -79,6 +79,10 @@ def _check_place(model: str, place: Path) -> None:
                 f"config.model {quoted(model)} is a single file; a diffusers folder is needed: load the file by the "
                 "pipeline's from_single_file and save it by save_pretrained"
             )
+        if model.startswith(("http://", "https://")):
+            raise UserError(f"config.model {quoted(model)} is an address: a model of the hub is named OWNER/NAME")
+        if place.is_absolute() and not place.is_dir():
+            raise UserError(f"config.model {quoted(model)} is no folder on this machine")
         if not place.is_dir():
             return
         names = sorted(path.name for path in place.iterdir())

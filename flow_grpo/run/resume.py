@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.command_line import checks
 from flow_grpo.data.prompts import PromptFile
@@ -157,6 +158,25 @@ def _compared_inputs(
     return input_files.compare_inputs(stored, current, epoch, config.accept_changes, is_branch=parent is not None)
 
 
+def check_places(config: Config) -> None:
+    """Raise UserError where a run could neither make its folder nor find the checkpoint that it is to go on from.
+    Makes and locks nothing."""
+    for key, value in (("output_dir", config.output_dir), ("cache_dir", config.cache_dir)):
+        folder = Path(value).absolute()
+        while not os.path.lexists(folder):
+            folder = folder.parent
+        if not folder.is_dir():
+            raise UserError(f"config.{key} {quoted(value)}: {folder} is no folder")
+    if config.resume_from not in ("", "latest"):
+        _check_has_checkpoint(Path(os.path.realpath(config.resume_from)))
+
+
+def _check_has_checkpoint(path: Path) -> None:
+    if checkpoints.find_newest(path) is None:
+        expected = "a folder like epoch_000010, or one that holds such folders"
+        raise UserError(f"config.resume_from: no checkpoint at {path}: expected {expected}")
+
+
 def _find_source(first: Path, resume_from: str) -> Source:
     """Find what config.resume_from names, and find or make the folder of this run.
 
@@ -170,9 +190,7 @@ def _find_source(first: Path, resume_from: str) -> Source:
     if resume_from == "latest":
         return Source(_latest_folder(first))
     path = Path(os.path.realpath(resume_from))
-    if checkpoints.find_newest(path) is None:
-        expected = "a folder like epoch_000010, or one that holds such folders"
-        raise UserError(f"config.resume_from: no checkpoint at {path}: expected {expected}")
+    _check_has_checkpoint(path)
     for folder in folders.numbered_folders(first):
         if _run_name(folder) == first.name and _holds(folder, path):
             return Source(folder, path)

@@ -56,6 +56,7 @@ def start(
     family = model_classes.resolve(settings.model, settings.model_class)
     settings = model_classes.with_digest(settings, family)
     texts = _check_files(settings, family, stored_prompts)
+    resume.check_places(settings)
     if settings.dry_run:
         _end_dry_run(_planned(settings, script, family, texts, settings.dry_run), len(extra_policies))
     ranks = distributed.init_distributed()

@@ -21,6 +21,8 @@ from flow_grpo.weights import finite, safetensors_reader
 from flow_grpo.weights.safetensors_reader import Shapes
 
 FILE = "pytorch_lora_weights.safetensors"
+# Pattern of other names. macOS lays a hidden ._NAME beside each file on another system's disk.
+WEIGHTS = "[!.]*.safetensors"
 # Files of peft's save_pretrained. Names in the first begin with PEFT_PREFIX, where diffusers has "transformer.".
 PEFT_FILE = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
@@ -65,13 +67,13 @@ def find_file(path: Path | str) -> Path:
 
 def _find_file(folder: Path) -> Path:
     """Do as `find_file`, but for an OSError of a folder that cannot be read."""
-    if folder.is_file():
+    if folder.exists() and not folder.is_dir():
         return folder
-    # A link to a file that is gone is chosen, too, so that the message is about it.
+    # Whatever has the name is chosen, a link to a file that is gone, too, so that the message is about it.
     for name in (FILE, PEFT_FILE):
-        if (folder / name).is_file() or (folder / name).is_symlink():
+        if (folder / name).is_symlink() or (folder / name).exists():
             return folder / name
-    files = [file for file in sorted(folder.glob("*.safetensors")) if _may_be_a_lora(file)]
+    files = [file for file in sorted(folder.glob(WEIGHTS)) if _may_be_a_lora(file)]
     if len(files) == 1:
         return files[0]
     if files:
@@ -84,7 +86,7 @@ def is_lora(path: Path | str) -> bool:
     """Return whether a path is that of a LoRA file, or of a folder with one."""
     if Path(path).is_file():
         return Path(path).suffix == ".safetensors"
-    return any(_may_be_a_lora(file) for file in Path(path).glob("*.safetensors"))
+    return any(_may_be_a_lora(file) for file in Path(path).glob(WEIGHTS))
 
 
 def files_of(path: Path | str) -> list[Path]:

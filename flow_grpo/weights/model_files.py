@@ -5,6 +5,7 @@ A model on the hub is checked only if the cache is offline: otherwise the hub ha
 """
 
 import functools
+import importlib.util
 import json
 import logging
 import re
@@ -56,7 +57,12 @@ def check_parts(model: str, family: type[FlowModel]) -> None:
     absent = [name for name in NEEDED if name in arguments and name not in parts]
     if absent:
         raise UserError(f"config.model {quoted(model)} is not whole: its model_index.json names no {', '.join(absent)}")
-    for name in parts:
+    for name, part in parts.items():
+        if not _is_known(part.library):
+            raise UserError(
+                f"config.model {quoted(model)}: its model_index.json says that {name} is of {quoted(part.library)}, "
+                "which is not installed; parts are those of diffusers and transformers"
+            )
         if name == "transformer" or _is_without_weights(name):
             _check_part(folder / name)
 
@@ -109,6 +115,16 @@ def _parts(folder: Path) -> dict[str, Part]:
     return parts
 
 
+def _is_known(library: str) -> bool:
+    """Return whether diffusers finds a library of model_index.json: a package, or the module of a pipeline."""
+    if hasattr(diffusers.pipelines, library):
+        return True
+    try:
+        return importlib.util.find_spec(library) is not None
+    except (ImportError, ValueError):
+        return False
+
+
 def _is_without_weights(name: str) -> bool:
     return name.startswith(WITHOUT_WEIGHTS) or name.endswith("processor")
 
@@ -146,7 +162,8 @@ def _check_settings(path: Path) -> None:
 def _json_problem(path: Path) -> str:
     """Return why a file is no JSON object, "" if it is one."""
     try:
-        stored = json.loads(path.read_bytes())
+        # As diffusers reads it. From bytes, json would take a byte order mark and UTF-16, too.
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         return f"is no JSON: {in_one_line(error)}"
     if not isinstance(stored, dict):

@@ -36,6 +36,14 @@ FOREIGN = {
     r"^(module|_orig_mod|_fsdp_wrapped_module)\.": "of a module that was wrapped by DDP, FSDP or torch.compile",
 }
 
+# First bytes of a file -> what it is.
+OTHER_KINDS = {
+    b"GGUF": "a GGUF file; take the weights in safetensors",
+    b"PK\x03\x04": "a zip archive, as torch.save writes; load it in diffusers and save it by save_pretrained",
+    b"\x80\x02": "a pickle, as torch.save wrote once; load it in diffusers and save it by save_pretrained",
+    b"<": "a page of HTML; fetch the file itself",
+}
+
 Shapes = dict[str, tuple[int, ...]]  # name of a tensor -> shape
 Targets = dict[str, Tensor | QuantisedLinear]  # name in a file -> where it goes
 # (tensor or quantised layer, tensor or slice of a file) -> None; copies this rank's part of the second to the first.
@@ -53,6 +61,8 @@ class Header(NamedTuple):
 def header_of(file: Path) -> Header:
     """Return the header of a file, which says how long the file is. Raises UserError for a file that is not whole."""
     try:
+        if folders.is_pipe_or_device(file):
+            raise OSError("no file")
         with safe_open(file, framework="pt") as tensors:
             header = Header(tensors.metadata() or {}, {}, {})
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
@@ -61,9 +71,19 @@ def header_of(file: Path) -> Header:
                 header.dtypes[name] = rows.get_dtype()
             return header
     except (SafetensorError, OSError) as error:
-        problem = folders.file_problem(file) or _missing_bytes(file)
+        problem = folders.file_problem(file) or _other_kind(file) or _missing_bytes(file)
         problem = problem or f"cannot be read as safetensors: {in_one_line(error)}"
         raise UserError(f"{in_one_line(file)} {problem}") from error
+
+
+def _other_kind(file: Path) -> str:
+    """Return what a file is that was given this name, "" if that is not known."""
+    with file.open("rb") as stored:
+        start = stored.read(16)
+    for first, kind in OTHER_KINDS.items():
+        if start.startswith(first):
+            return f"is {kind}"
+    return ""
 
 
 def _missing_bytes(file: Path) -> str:

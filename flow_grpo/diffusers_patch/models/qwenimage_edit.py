@@ -24,6 +24,9 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage, encoded
 from flow_grpo.diffusers_patch.size import Size
 
+# Longer side of a source over its shorter one that the text encoder's processor takes.
+MOST_ASPECT = 200
+
 
 class ImageProcessor(Qwen2VLProcessor):
     """Parts for images and texts of the pipeline's processor; the part for videos would need torchvision."""
@@ -85,6 +88,7 @@ class QwenImageEdit(QwenImage):
         prompt_of_sizes = {}
         for prompt in prompts:
             sizes = (self._sizes(prompt, "source_pixels"), self._sizes(prompt, "seen_pixels"))
+            self._check_aspects(prompt, sizes)
             prompt_of_sizes[sizes] = prompt
         if len(prompt_of_sizes) > 1:
             examples = []
@@ -93,6 +97,16 @@ class QwenImageEdit(QwenImage):
             raise UserError(
                 f"sources of all prompts must have one number and shape (width, height), not {' and '.join(examples)}"
             )
+
+    def _check_aspects(self, prompt: Prompt, sizes: tuple[tuple[tuple[int, int], ...], ...]) -> None:
+        """Raise UserError for a source of which a side would have no pixel, or too few beside the other."""
+        for source_sizes in sizes:
+            for (width, height), resized in zip(prompt.source_sizes(), source_sizes):
+                if max(resized) > MOST_ASPECT * min(resized):
+                    raise UserError(
+                        f"a source of {quoted(prompt.text)} has {width} x {height} pixels, and {self.NAME} would see "
+                        f"{resized[0]} x {resized[1]} of them: crop it to sides more alike"
+                    )
 
     def _sizes(self, prompt: Prompt, pixels: str) -> tuple[tuple[int, int], ...]:
         """Width and height of the prompt's sources at so many pixels, a setting of the pipeline's."""

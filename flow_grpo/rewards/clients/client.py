@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.rewards.clients.threads import event_loop
@@ -71,6 +72,9 @@ def read_token(file: str = "") -> str:
     place = "the environment's REWARD_TOKEN"
     if file:
         place = f"token_file {quoted(file)}"
+        problem = folders.file_problem(Path(file))
+        if problem:
+            raise UserError(f"no token in {place}: it {problem}")
         try:
             token = Path(file).read_text().partition("\n")[0].strip()
         except (OSError, UnicodeDecodeError) as error:
