@@ -51,8 +51,9 @@ def assert_explained(config, world_size, message, images, cell):
     numbers = {sample.num_prompts_per_epoch, sample.num_images_per_prompt, world_size, batch_size}
     assert numbers <= set(map(int, re.findall(r"\d+", message))), cell
 
+    # A batch holds at most a GPU's share of the images.
     working_sizes = []
-    for size in range(1, images + 1):
+    for size in range(1, images // world_size + 1):
         changed = replace(config, sample=replace(sample, batch_size=size))
         if not refusal(plan_batches, changed, world_size):
             working_sizes.append(size)
