@@ -2,7 +2,6 @@
 
 import json
 import re
-from functools import partial
 
 import bench
 import learn
@@ -11,9 +10,10 @@ import pytest
 import random_model
 import scaling
 import torch
-from build_random_pipeline import clip_model
+from build_random_pipeline import clip_config
 from flops import row_flops
 from small import CHECKS, MODELS, ROOT, as_prompts, config_of, loaded, plan
+from transformers import CLIPConfig, CLIPModel
 
 from flow_grpo.command_line import checks
 from flow_grpo.data.prompts import load_prompts
@@ -174,12 +174,19 @@ def test_a_resumed_run_gets_the_seconds_that_its_checkpoint_leaves(tmp_path):
     assert hours() == pytest.approx(22 / 3600)
 
 
+def narrow_clip():
+    """A scorer of the real class that costs little beside the processes of the test."""
+    sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    text = clip_config(sizes).to_dict()
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=sizes | dict(patch_size=32), projection_dim=32))
+
+
 def test_scaling_measures_what_its_file_lacks_and_the_hidden_share_of_a_reward(tmp_path, monkeypatch, capsys):
     """On the CPU, for a host of three: two draw and the third one scores."""
     tiny = "sample.num_images_per_prompt=2 sample.batch_size=2 sample.sde_window_size=0"
     run = scaling.Configuration("train_qwenimage --size tiny", 2, tiny)
     monkeypatch.setattr(scaling, "RUNS", {"tiny": run, "reward": run})
-    monkeypatch.setattr(scaling, "clip_model", partial(clip_model, 1, 1))
+    monkeypatch.setattr(scaling, "clip_model", narrow_clip)
     monkeypatch.setattr(scaling, "PORTS", scaling.PORTS[:1])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     args = scaling.parser().parse_args([str(tmp_path / "lines.jsonl"), "--runs", "reward", "tiny"])
