@@ -162,7 +162,8 @@ def test_options_run(pairs, tmp_path):
     """bf16, a moving reference offline, inner epochs with guidance."""
     how = dict(precision="bf16", fsdp__activation_checkpointing=1.0, fsdp__offload="optimizer")
     how |= dict(train__reference_interval=1, train__updates_per_epoch=1, train__inner_epochs=2, num_epochs=1)
-    how |= dict(sample__guidance_scale=4.0, eval__guidance_scale=4.0, eval_freq=1)
+    how |= dict(sample__guidance_scale=4.0, eval__guidance_scale=4.0, eval_freq=1, eval__num_prompts=1)
+    how |= dict(sample__num_prompts_per_epoch=2, sample__batch_size=2)
     updates = lines_of(train(NAME, tmp_path, **pairs, **how), "update")
     assert len(updates) == 2
     for line in updates:

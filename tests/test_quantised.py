@@ -94,6 +94,7 @@ def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(shallow,
     """Bit for bit; its LoRA file names the base, and scores otherwise on the full one."""
     how = dict(FEW, base_precision="nf4", lora__rank=32, save_freq=1)
     how |= dict(eval__rewards=("jpeg_compressibility",), eval__batch_size=4, eval_freq=1, train__learning_rate=1e-2)
+    how |= dict(eval__num_prompts=2, eval__num_steps=2)
     how |= dict(model=shallow["model"], reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
     unbroken = train("shapes_qwenimage_nft", tmp_path / "unbroken", **how)
     train("shapes_qwenimage_nft", tmp_path / "broken", **how | dict(num_epochs=1))
