@@ -8,7 +8,8 @@ DEMO := $(VENV) scripts/train_qwenimage_nft.py --config config/nft.py:shapes_qwe
 # One thread, as in the ranks that some tests start; two processes, which share the tests out as they finish. Memory that
 # is freed stays with the process: to fetch it from the kernel anew for each tensor takes a tenth of a small run's time.
 MALLOC := MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TOP_PAD_=67108864
-TEST := $(MALLOC) $(VENV) -m pytest -p no:cacheprovider -n 2 --dist worksteal
+# Compiled modules are stored, whatever the environment says: tests start some forty processes.
+TEST := $(MALLOC) PYTHONDONTWRITEBYTECODE= $(VENV) -m pytest -p no:cacheprovider -n 2 --dist worksteal
 QUICK := batching config denoise_with_logprob ema losses rollout sde_with_logprob
 # Files that compare numbers, and what the CPU's libraries may be told about its instruction set.
 FLOATS = $(shell grep -lE "approx|assert_close|torch\.equal" tests/test_*.py)

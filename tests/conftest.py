@@ -12,6 +12,9 @@ os.environ["WANDB_MODE"] = "disabled"
 # Where MKL has AVX2 alone, the bits of a product depend on where in memory its factors lie unless it is told otherwise.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
+# Files whose tests take up to a minute each.
+LONGEST = ("test_ranks", "test_benchmarks", "test_compiled", "test_packages")
+
 
 def pytest_addoption(parser):
     parser.addoption("--gpu", action="store_true", help="run on the GPU, as `make test-gpu` does")
@@ -25,6 +28,11 @@ def pytest_configure(config):
 
     if not torch.cuda.is_available():
         raise pytest.UsageError("--gpu: torch finds no GPU")
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the longest tests: one that starts last leaves the other process without work."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
 
 
 def pytest_collection_finish():
