@@ -93,7 +93,7 @@ def file_digest(path: Path, memory: Path | None = None) -> str:
     return file_digests({"": path}, memory)[""]
 
 
-def digests_in(folder: Path, patterns: Iterable[str], memory: Path | None = None) -> dict[str, str]:
+def digests_in(folder: Path, patterns: Iterable[str], memory: Path | None) -> dict[str, str]:
     """Return the digests of a folder's files that match a pattern, by their paths in it, see `file_digests`."""
     files = {}
     for pattern in patterns:

@@ -73,7 +73,7 @@ def scratch_beside(path: Path) -> Path:
     return path.with_name(f"{path.stem}{SCRATCH}{uuid4().hex}")
 
 
-def publish(scratch: Path, path: Path, replaces: bool = False) -> None:
+def publish(scratch: Path, path: Path, replaces: bool) -> None:
     """Make a file or a folder durable, then visible at its path.
 
     With `replaces` it may take the place of a folder: a kill leaves the new one, or the old one at `path` or at

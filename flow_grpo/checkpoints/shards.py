@@ -110,7 +110,7 @@ def _part_of(name: str, rows: Any, table: dict[str, list[int]]) -> Part:
 
 
 @torch.no_grad()
-def read_tensors(state: dict[str, Tensor], folder: Path, exact: bool = True) -> None:
+def read_tensors(state: dict[str, Tensor], folder: Path, exact: bool) -> None:
     """Fill `state`; each rank reads its own rows. Raises UserError for other tensors, or more of them if `exact`."""
     stored = {name: kind for name, kind in read_index(folder).items() if exact or name in state}
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}

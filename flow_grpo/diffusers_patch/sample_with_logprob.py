@@ -256,7 +256,7 @@ def shared_prefixes(requests: list[Request], groups: list[int]) -> list[Request]
 
 @torch.no_grad()
 def post_decode(
-    model: FlowModel, finished: Iterable[Request], *, vae_batch_size: int = 8
+    model: FlowModel, finished: Iterable[Request], vae_batch_size: int
 ) -> Iterator[tuple[list[Request], Samples]]:
     """Decode finished requests, some B together as soon as they fill a decode; of trunks, a few decodes."""
     ready: list[Request] = []

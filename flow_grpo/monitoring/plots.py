@@ -111,7 +111,7 @@ class Line(NamedTuple):
     errors: np.ndarray  # standard errors; NaN where they are not known
 
 
-def curve(records: Sequence[dict], name: str, label: str, best_by: str = "") -> Line | None:
+def curve(records: Sequence[dict], name: str, label: str, best_by: str) -> Line | None:
     """Return one metric over epochs, from all lines that have it; None if there is none.
 
     Args:

@@ -94,7 +94,7 @@ class Rewarder:
         return JSONResponse({"status": "ok", "waiting": len(self.memory.taken), "allowed": self.is_allowed(request)})
 
 
-def make_app(name: str, score: Callable, limits: Limits, token: str = "") -> Starlette:
+def make_app(name: str, score: Callable, limits: Limits, token: str) -> Starlette:
     """Return the server of one reward, whose `score` is loaded; requests must bear the token, "" = none."""
     rewarder = Rewarder(name, score, limits, token)
     score_route = Route("/score", rewarder.post_score, methods=["POST"])

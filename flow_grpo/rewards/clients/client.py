@@ -62,7 +62,7 @@ def urls_of(url: str | list[str]) -> list[str]:
     return list(url) if isinstance(url, list | tuple) else [url]
 
 
-def read_token(file: str = "") -> str:
+def read_token(file: str) -> str:
     """Return the secret that servers and clients share: first line of a file, or else REWARD_TOKEN; "" = none.
 
     No config or command line holds it, since both are stored. Raise UserError, which does not show it, if the file
