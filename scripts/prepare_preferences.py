@@ -208,7 +208,7 @@ class FromRollouts:
         scores = self.pool.submit(sampled.images, asked)()
         margin = self.config.preferences.min_margin
         pairs = preferences.best_and_worst(
-            sampled.latents, condition, image_numbers, scores, self.pool.weights, group, margin
+            sampled.latents, condition, image_numbers, scores, self.pool.weights, group=group, margin=margin
         )
         averages = scores["avg"].double().view(-1, group)
         usable = pairs.loss_weight.bool()

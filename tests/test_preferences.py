@@ -169,7 +169,7 @@ def test_best_and_worst_of_each_group():
     embeds = Condition(torch.arange(8.0).view(8, 1, 1))
     scores = torch.tensor([0.1, 0.9, 0.5, 0.2, 0.25, 0.25, 0.375, 0.25])
     rewards = {"avg": scores, "a": scores}
-    pairs = preferences.best_and_worst(latents, embeds, range(40, 48), rewards, {"a": 1.0}, 4, margin=0.125)
+    pairs = preferences.best_and_worst(latents, embeds, range(40, 48), rewards, {"a": 1.0}, group=4, margin=0.125)
     assert pairs.winners.flatten().tolist() == [1, 6]
     assert pairs.losers.flatten().tolist() == [0, 4]
     assert pairs.loss_weight.tolist() == [1, 0]
@@ -184,7 +184,7 @@ def test_group_that_differs_by_rounding_alone_makes_no_pair():
     scores = torch.stack([score, above, score, missing, score, above + 1, score, missing])
     latents = torch.zeros(8, 1, 1)
     rewards = {"avg": scores, "a": scores}
-    pairs = preferences.best_and_worst(latents, Condition(latents), range(8), rewards, {"a": 1.0}, 4, margin=0.0)
+    pairs = preferences.best_and_worst(latents, Condition(latents), range(8), rewards, {"a": 1.0}, group=4, margin=0.0)
     assert pairs.loss_weight.tolist() == [0, 1]
 
 
@@ -197,7 +197,7 @@ def test_group_whose_weighted_rewards_cancel_makes_no_pair():
     rewards["a"][5] += 0.01
     rewards["avg"] = sum(weight * rewards[name] for name, weight in weights.items())
     latents = torch.zeros(8, 1, 1)
-    pairs = preferences.best_and_worst(latents, Condition(latents), range(8), rewards, weights, 4, margin=0.0)
+    pairs = preferences.best_and_worst(latents, Condition(latents), range(8), rewards, weights, group=4, margin=0.0)
     assert rewards["avg"][:4].unique().numel() > 1
     assert pairs.loss_weight.tolist() == [0, 1]
 

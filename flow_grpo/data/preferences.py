@@ -97,6 +97,7 @@ def best_and_worst(
     images: Sequence[int],
     rewards: dict[str, Tensor],
     weights: dict[str, float],
+    *,
     group: int,
     margin: float,
 ) -> Pairs:
