@@ -414,7 +414,7 @@ def assert_window_is_within_its_range(sample, block, updates):
         return
     first, last = sample.sde_window_range
     assert 0 <= first <= window.start < window.stop <= last < sample.num_steps
-    assert num_trained_steps(sample, 1.0) == size
+    assert num_trained_steps(sample, Train()) == size
     if interval:
         following = window_at(sample, 0, 0, block, updates + interval)
         assert following.start == (window.start + 1 if window.start + 1 < last else first)

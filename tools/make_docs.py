@@ -90,7 +90,7 @@ def size(config) -> tuple[str, str]:
         images += f" x {sample.num_branches}"
     if config.algorithm == settings.NFT:
         return images, ""
-    num_trained_steps = batch_plan.num_trained_steps(sample, config.train.timestep_fraction)
+    num_trained_steps = batch_plan.num_trained_steps(sample, config.train)
     return images, f"{num_trained_steps} of {sample.num_steps}, level {sample.noise_level:g}"
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import gpus
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
-from flow_grpo.settings.sections import Config, Sample
+from flow_grpo.settings.sections import Config, Sample, Train
 from flow_grpo.settings.table import MAX_BATCH_SIZE
 
 
@@ -44,13 +44,13 @@ class Division(NamedTuple):
         return rest == 0 and blocks * self.fewest_steps % self.updates == 0
 
 
-def num_trained_steps(sample: Sample, timestep_fraction: float) -> int:
+def num_trained_steps(sample: Sample, train: Train) -> int:
     """Denoising steps of an image that are trained: the window's, or `timestep_fraction` of all, never the last."""
     if sample.num_branches == 1 and sample.sde_window_size > 0:
         return sample.sde_window_size
 
     # Floating point makes 28.99... of 50 * 0.58.
-    steps = int(sample.num_steps * timestep_fraction + 1e-9)
+    steps = int(sample.num_steps * train.timestep_fraction + 1e-9)
     return min(steps, sample.num_steps - 1)
 
 
@@ -58,7 +58,7 @@ def plan_batches(config: Config, world_size: int) -> BatchPlan:
     """Divide an epoch of images over the GPUs. Raises UserError, with numbers that do, if it does not divide."""
     sample = config.sample
     train = config.train
-    steps = num_trained_steps(sample, train.timestep_fraction)
+    steps = num_trained_steps(sample, train)
     if steps < 1:
         raise UserError(
             f"timestep_fraction {train.timestep_fraction} leaves no denoising step to train of num_steps "
