@@ -15,7 +15,7 @@ import html
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add("--guidance-scales", type=float, nargs="+", help="a row of the table for each")
     add("--sizes", type=size, nargs="+", help="768x512, height first, or 512; a row of the table for each")
     add("--best-of", type=int, nargs="+", help="k of pass@k and of best of k; at most the number of seeds")
+    add("--save-images", type=int, metavar="N", help="write the images of N prompts at full size, with a table of them")
     add("--set", nargs="*", default=[], help="settings of the config, such as eval.num_steps=20 or precision=bf16")
     add("--out", default="runs/evaluation", help="output folder; one that is there is left alone: -2 is appended")
     return parser
@@ -306,9 +307,18 @@ def sizes_of(args: argparse.Namespace, config: Config) -> list[Size]:
 
 
 def score_policy(
-    args: argparse.Namespace, comparison: Comparison, candidate: Candidate, model: FlowModel, pool: Pool
+    args: argparse.Namespace,
+    comparison: Comparison,
+    candidate: Candidate,
+    model: FlowModel,
+    pool: Pool,
+    images_of: Callable[[dict[str, Any]], Path],
 ) -> Iterator[Scored]:
-    """Score a policy at every guidance scale and size; each is a row of the table."""
+    """Score a policy at every guidance scale and size; each is a row of the table.
+
+    Args:
+        images_of: settings of the row -> the folder into which --save-images writes.
+    """
     config = candidate.config
     scales = args.guidance_scales or [config.eval.guidance_scale]
     sizes = sizes_of(args, config)
@@ -323,7 +333,7 @@ def score_policy(
             bar=partial(progress.shown, say=say if distributed.is_main() else None),
             embed=lambda prompts: Condition.concat([embed_one(prompt) for prompt in prompts]),
             size=size,
-            settings=replace(config.eval, guidance_scale=scale),
+            settings=replace(config.eval, guidance_scale=scale, save_images=args.save_images or 0),
             vae_batch_size=config.vae_batch_size,
         )
         settings = dict(
@@ -334,8 +344,17 @@ def score_policy(
             num_steps=config.eval.num_steps,
             precision=config.precision,
         )
-        scores = evaluation.score(sampler, comparison.split, comparison.seeds, evaluation.NUM_SHOWN)
+        saved = evaluation.images_to_save(images_of(settings), comparison.split, sampler.settings)
+        scores = evaluation.score(sampler, comparison.split, comparison.seeds, evaluation.NUM_SHOWN, saved)
         yield Scored(settings, scores)
+        if saved and saved.problem:
+            print(saved.problem)
+
+
+def row_name(row: int, settings: dict[str, Any]) -> str:
+    """Return the name of the files of a row of the table."""
+    policy = re.sub(r"\W+", "_", f"{settings['policy']}_{settings['weights']}").strip("_")
+    return f"{row}_{policy}"
 
 
 def binary_scores(scored: list[Scored]) -> list[str]:
@@ -485,8 +504,7 @@ def write_sheet(
     shown_prompts = [split.prompts[i] for i in numbers]
     averages = scores.values["avg"][0, numbers].tolist()
     sheet = contact_sheet(beside_sources(images, shown_prompts), captions_of(shown_prompts), averages)
-    name = re.sub(r"\W+", "_", f"{settings['policy']}_{settings['weights']}").strip("_")
-    with folders.published(folder / f"{number}_{name}.png") as scratch:
+    with folders.published(folder / f"{row_name(number, settings)}.png") as scratch:
         sheet.page.save(scratch, "png")
 
 
@@ -511,13 +529,17 @@ def score_all(
 ) -> list[Scored]:
     """Score one policy after the other, and write the images of each row."""
     scored = []
+
+    def images_of(settings: dict[str, Any]) -> Path:
+        return folder / row_name(len(scored) + 1, settings)
+
     for candidate, family in zip(comparison.policies, families, strict=True):
         torch.backends.cuda.enable_cudnn_sdp(family.CUDNN_ATTENTION)
         # Two models do not fit on a GPU together.
         model = None
         loading.free_memory()
         model = policies_to_compare.load_candidate(candidate, family, pool.device)
-        for settings, scores in score_policy(args, comparison, candidate, model, pool):
+        for settings, scores in score_policy(args, comparison, candidate, model, pool, images_of):
             scored.append(Scored(settings, scores._replace(images={})))
             if distributed.is_main():
                 show = partial(write_sheet, folder, len(scored), settings, scores, comparison.split)

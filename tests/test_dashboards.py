@@ -383,8 +383,10 @@ def test_groups_are_rows_with_best_and_worst_marked_and_an_abandoned_future_has_
 
     for epoch in (0, 1, 2):
         board.log_page(page, epoch=epoch, step=epoch, name="branches")
+        (tmp_path / "images" / f"eval_{epoch:06d}").mkdir()
     (tmp_path / "images" / "branches_of_mine.png").write_bytes(b"")
-    board.truncate(1)
+    board.truncate(1, kinds={"eval"})
+    assert list(sheets.saved_images(tmp_path)) == [0, 1]
     assert list(sheets.group_sheets(tmp_path, "branches")) == [0]
     assert (tmp_path / "images" / "branches_of_mine.png").exists()
 

@@ -1,5 +1,6 @@
 """The best policy is kept, chosen by prompts that do not judge it, and what was measured can be measured again."""
 
+import csv
 import itertools
 import json
 import math
@@ -22,10 +23,13 @@ from refused import assert_refused
 from small import ROOT, change_json, evaluated, exported, few_prompts, flip_a_bit, lines_of, record, train
 
 from flow_grpo import rewards
+from flow_grpo.base.pixels import from_picture
+from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.data import prompts
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare, variety
+from flow_grpo.evaluation.saved_images import SavedImages
 from flow_grpo.monitoring import run_history
 from flow_grpo.run import save
 from flow_grpo.run.evaluate import due_kinds, remaining_kinds
@@ -244,6 +248,45 @@ def test_a_test_line_has_the_accuracy_of_each_category(runs):
     assert len(set(accuracies)) > 1
     by_tag = [name for name in line if name.count("/") == 2]
     assert len(by_tag) == len(counts), "of right or wrong alone"
+
+
+def test_images_are_written_whole_with_a_table_of_prompts_noises_and_scores(shallow, tmp_path):
+    """By a run and by evaluate.py alike: files of the last weights are equal, byte for byte, and score what the table
+    says."""
+    how = shallow | dict(eval__rewards=("jpeg_compressibility",), eval__noises_per_prompt=2, eval__save_images=3)
+    folder = train(WINDOW, tmp_path / "runs", **how, num_epochs=1, eval__num_prompts=4)
+    assert sorted(path.name for path in (folder / "images").glob("eval_*") if path.is_dir()) == [
+        "eval_000000",
+        "eval_000001",
+    ]
+    images = folder / "images" / "eval_000001"
+    with (images / "images.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["number"], row["seed"]) for row in rows] == [(n, s) for n in "012" for s in "01"]
+    assert {path.name for path in images.iterdir()} == {row["file"] for row in rows} | {"images.csv"}
+    drawn = [from_picture(Image.open(images / row["file"])) for row in rows]
+    assert drawn[0].shape == (3, 64, 64)
+    measured = rewards.load("jpeg_compressibility", "cpu")(torch.stack(drawn), [], [])
+    assert measured.tolist() == pytest.approx([float(row["jpeg_compressibility"]) for row in rows], rel=1e-2)
+
+    evaluated(tmp_path, folder, "--weights", "last", "--split", "validation", "--save-images", 3)
+    again = next(path for path in (tmp_path / "out").iterdir() if path.is_dir())
+    assert [(again / row["file"]).read_bytes() for row in rows] == [(images / row["file"]).read_bytes() for row in rows]
+    shutil.rmtree(tmp_path / "out")
+    evaluated(tmp_path, folder, "--save-images", 1, "--set", "eval.image_format=webp")
+    (again,) = (path for path in (tmp_path / "out").iterdir() if path.is_dir())
+    assert {path.name for path in again.iterdir()} == {"00000_0.webp", "00000_1.webp", "images.csv"}
+
+
+def test_images_that_cannot_be_written_end_nothing_and_are_said_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    prompts_of_two = [Prompt("a red circle"), Prompt("a blue square")]
+    saved = SavedImages(tmp_path / "file" / "images", prompts_of_two, [0, 1], "png")
+    saved.write([(0, 0), (0, 1)], torch.zeros(2, 3, 8, 8))
+    assert "could not be written to" in saved.problem
+    first = saved.problem
+    saved.write([(0, 0)], torch.zeros(1, 3, 8, 8))
+    assert saved.problem == first
 
 
 def test_the_distance_between_a_prompts_images_is_measured_in_whatever_batches():

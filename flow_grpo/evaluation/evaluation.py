@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.evaluation import estimates, variety
 from flow_grpo.evaluation.estimates import Estimate
+from flow_grpo.evaluation.saved_images import SavedImages
 from flow_grpo.scoring.pool import Pending, Pool
 from flow_grpo.scoring.scorers import join_scores
 from flow_grpo.settings.sections import Eval
@@ -64,7 +66,9 @@ class _Batch(NamedTuple):
 
 
 @torch.no_grad()
-def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: int = 0) -> Scores:
+def score(
+    sampler: Sampler, split: Split, seeds: range | list[int], num_shown: int = 0, saved: SavedImages | None = None
+) -> Scores:
     """Draw one image per noise and prompt, and score it by every reward; the same on every rank.
 
     Noise s of prompt i does not depend on the run or its seed, and batches are the same on any number of ranks.
@@ -72,6 +76,7 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: i
     Args:
         seeds: S numbers; the first noise of all prompts is drawn first, so that one noise more changes no batch.
         num_shown: of how many prompts, evenly spread, the image of the first noise is returned.
+        saved: writes images as files; its table is written here, too.
     """
     num_prompts = len(split.prompts)
     batch_size = sampler.settings.batch_size
@@ -92,9 +97,22 @@ def score(sampler: Sampler, split: Split, seeds: range | list[int], num_shown: i
         if counts:
             batches.append(_Batch(start, {}, _shown_of(sampled.images, start, shown), labels))
             pending.append(scores)
+            if saved:
+                saved.write(batch_rows, sampled.images)
     # Scores are waited for when all images are drawn.
     batches = [batch._replace(scores=wait()) for batch, wait in zip(batches, pending, strict=True)]
-    return _gathered(batches, distances, len(seeds))
+    gathered = _gathered(batches, distances, len(seeds))
+    if saved and distributed.is_main():
+        saved.write_table(list(seeds), gathered.values)
+    return gathered
+
+
+def images_to_save(folder: Path, split: Split, settings: Eval) -> SavedImages | None:
+    """Make the folder of the images that eval.save_images asks for; None without any."""
+    if not settings.save_images:
+        return None
+    numbers = spread(range(len(split.prompts)), settings.save_images)
+    return SavedImages(folder, split.prompts, numbers, settings.image_format)
 
 
 def _shown_of(images: Tensor, start: int, shown: list[int]) -> dict[int, Tensor]:

@@ -18,7 +18,7 @@ READ = (
     *("model_class", "dataset", "reward_fn", "height", "width", "text_tokens"),
     *("precision", "base_precision", "vae_precision", "vae_batch_size"),
     *(f"eval.{key}" for key in ("rewards", "num_prompts", "noises_per_prompt", "num_steps")),
-    *("eval.guidance_scale", "eval.batch_size"),
+    *("eval.guidance_scale", "eval.batch_size", "eval.image_format"),
     *(setting.key for setting in table.SETTINGS if setting.section == "reward"),
 )
 OF_A_RUN = ("model", "lora.rank", "lora.alpha", *READ)

@@ -20,17 +20,9 @@ from flow_grpo.base import folders
 from flow_grpo.base.errors import WriteFailed
 from flow_grpo.base.formatting import in_one_line
 from flow_grpo.base.pixels import to_pictures
-from flow_grpo.monitoring import progress, provenance, report, trackers
+from flow_grpo.monitoring import progress, provenance, report, sheets, trackers
 from flow_grpo.monitoring.plots import plot_reward, read_metrics
-from flow_grpo.monitoring.sheets import (
-    GROUP_SHEETS,
-    Cell,
-    Sheet,
-    contact_sheet,
-    evaluations,
-    group_sheets,
-    plot_samples,
-)
+from flow_grpo.monitoring.sheets import Cell, Sheet, contact_sheet, plot_samples
 from flow_grpo.settings.sections import Config
 
 
@@ -128,13 +120,7 @@ class Dashboard:
                 text += json.dumps(plain(line)) + "\n"
         with explained(self.run_dir):
             folders.write_text(self.run_dir / "metrics.jsonl", text)
-            for epochs, sheet in evaluations(self.run_dir).items():
-                if epochs > epoch or (epochs == epoch and "eval" not in kinds):
-                    sheet.unlink()
-            for name in GROUP_SHEETS:
-                for epochs, sheet in group_sheets(self.run_dir, name).items():
-                    if epochs >= epoch:
-                        sheet.unlink()
+            sheets.forget(self.run_dir, epoch, keeps_evaluation="eval" in kinds)
             self._recall()
 
     @on_main

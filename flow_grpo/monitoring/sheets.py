@@ -1,6 +1,7 @@
 """Sheets of a run's images: the contact sheets of images/ and samples.png, drawn from its folder alone."""
 
 import math
+import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -138,6 +139,16 @@ def evaluations(run_dir: Path | str) -> dict[int, Path]:
     return sheets
 
 
+def saved_images(run_dir: Path | str) -> dict[int, Path]:
+    """Return the folders of images/ that eval.save_images fills, by the number of epochs before their evaluation."""
+    found = {}
+    for folder in sorted(Path(run_dir, "images").glob("eval_[0-9]*")):
+        number = folder.name.removeprefix("eval_")
+        if folder.is_dir() and number.isdecimal():
+            found[int(number)] = folder
+    return found
+
+
 def group_sheets(run_dir: Path | str, name: str) -> dict[int, Path]:
     """Return the sheets of images/ that have a name of GROUP_SHEETS, by the number of epochs before the one that they
     show."""
@@ -147,6 +158,25 @@ def group_sheets(run_dir: Path | str, name: str) -> dict[int, Path]:
         if number.isdecimal():
             found[int(number)] = sheet
     return found
+
+
+def forget(run_dir: Path, epoch: int, keeps_evaluation: bool) -> None:
+    """Remove the images of what a run that goes on after `epoch` epochs makes anew.
+
+    Args:
+        keeps_evaluation: whether the evaluation after these epochs stays.
+    """
+    first_evaluation = epoch + 1 if keeps_evaluation else epoch
+    for epochs, sheet in evaluations(run_dir).items():
+        if epochs >= first_evaluation:
+            sheet.unlink()
+    for epochs, folder in saved_images(run_dir).items():
+        if epochs >= first_evaluation:
+            shutil.rmtree(folder)
+    for name in GROUP_SHEETS:
+        for epochs, sheet in group_sheets(run_dir, name).items():
+            if epochs >= epoch:
+                sheet.unlink()
 
 
 def panel_pictures(sheet: Path) -> list[Panel]:

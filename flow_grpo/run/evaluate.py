@@ -79,8 +79,13 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
     name."""
     settings = run.config.eval
     split = evaluation.part_of(run.prompts.choosing, settings.num_prompts)
+    folder = run.folder / "images" / f"eval_{epoch:06d}"
+    saved = evaluation.images_to_save(folder, split, settings)
     with run.ema.applied(), run.board.timed("eval"):
-        scores = evaluation.score(sampler_of(run), split, range(settings.noises_per_prompt), evaluation.NUM_SHOWN)
+        seeds = range(settings.noises_per_prompt)
+        scores = evaluation.score(sampler_of(run), split, seeds, evaluation.NUM_SHOWN, saved)
+    if saved:
+        run.board.say(saved.problem)
     means = evaluation.means(scores, settings.best_by)
     metrics = _metrics_of(run, "eval", means)
     for name, share in run.pool.masked_shares(scores.values).items():

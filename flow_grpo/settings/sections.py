@@ -326,6 +326,13 @@ class Eval(Section):
     batch_size: int = setting(64, unit="rows", min=1, max=10**5, resumable=True)
     """Rows per forward and GPU."""
 
+    save_images: int = setting(0, unit="prompts", min=0, resumable=True)
+    """Validation prompts, at most, evenly spread, whose images are written at full size into images/eval_EPOCH/, with a
+    table of prompts, noises and scores."""
+
+    image_format: Literal["png", "jpg", "webp"] = setting("png", resumable=True, when=(("eval.save_images",),))
+    """Format of these files: png loses nothing; jpg and webp have quality 95."""
+
 
 @dataclass(frozen=True)
 class Health(Section):
