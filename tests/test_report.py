@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -16,7 +17,7 @@ from small import change_json, config_of, random_images
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.metric_table import METRICS, explain
-from flow_grpo.monitoring import report, run_history
+from flow_grpo.monitoring import plots, report, run_history
 from flow_grpo.monitoring.dashboard import Dashboard
 
 NASTY = '<script>alert("a")</script> & <img src=x onerror=alert(1)>'
@@ -323,6 +324,18 @@ def test_a_name_of_ones_own_or_misspelt_has_no_row():
         assert explain(name, measured) is None, name
     assert explain("validation/implicit_accuracy")
     assert explain("health/mine") is explain("validation/mine") is None, "of any rewards"
+
+
+def test_a_curve_over_whole_numbers_is_drawn_as_over_the_same_floats():
+    values = np.array([0.5, 0.25, 0.125])
+    steps = np.arange(3)
+    panels = []
+    for positions in (steps, steps.astype(np.float64)):
+        line = plots.Line("a", positions, values, np.zeros(3))
+        panels.append(plots.svg_panel([line], axis="denoising step"))
+    assert panels[0] == panels[1]
+    moved = plots.Line("a", 2.0 * steps, values, np.zeros(3))
+    assert plots.svg_panel([moved], axis="denoising step") != panels[0]
 
 
 def test_every_metric_has_a_meaning_and_what_to_expect():

@@ -239,7 +239,12 @@ def svg_panel(lines: Sequence[Line | None], limit: float | None = None, axis: st
     """Return what `draw_lines` draws as an <svg> element whose text is text."""
     curves = []
     for line in lines:
-        curves.append(None if line is None else (line.label, *(numbers.tobytes() for numbers in line[1:])))
+        if line is None:
+            curves.append(None)
+        else:
+            # Denoising steps are whole numbers; the bytes are read as those of floats.
+            columns = [numbers.astype(np.float64).tobytes() for numbers in line[1:]]
+            curves.append((line.label, *columns))
     return _panel_of(tuple(curves), limit, axis)
 
 
