@@ -1,12 +1,16 @@
 """Two ranks do what one does, however the weights are laid out over them."""
 
 import json
+import random
 import subprocess
 import sys
 
 import pytest
 import warm
-from small import ENV, ROOT, command_of, exported, lines_of, train
+from refused import refusal
+from small import CHECKS, ENV, ROOT, command_of, config_of, exported, lines_of, plan, train
+
+from flow_grpo.command_line import checks
 
 SAME = ("loss", "policy_loss", "grad_norm", "ratio_mean", "ratio_std", "approx_kl", "advantage_abs_mean")
 SAME += ("old_distance", "reference_distance", "implicit_accuracy", "winner_error_gap", "loser_error_gap")
@@ -177,3 +181,54 @@ def test_sharded_full_weights_equal_replicated_ones_and_resume_on_one_rank(name,
     shard = on_two_ranks(name, tmp_path / "shard", fsdp__mode="shard", **layout, **how)
     train(name, tmp_path / "shard", resume_from="latest", **HOW | how | dict(num_epochs=2))
     assert_same(one, shard)
+
+
+OWN = {  # settings that only one run reads, and their values
+    "shapes_qwenimage": dict(sample__sde_window_size=(1, 2), sample__sde_window_range=((0, 2), (1, 3))),
+    "shapes_qwenimage_pr": dict(sample__num_branches=(2, 3)),
+    "shapes_qwenimage_nft": dict(train__reference_guidance_scale=(0.0,), train__beta=(0.0, 0.1)),
+    "shapes_qwenimage_dpo,online": dict(preferences__min_margin=(0.0,)),
+}
+ALL = dict(
+    seed=range(1000),
+    vae_batch_size=(1, 3, 8),
+    sample__num_prompts_per_epoch=(1, 2, 4),
+    sample__num_images_per_prompt=(2, 3, 4),
+    sample__batch_size=(1, 2, 3, 4, 6),
+    sample__flash_ratio=(0.0, 0.6),
+    train__updates_per_epoch=(1, 2, 3),
+    train__inner_epochs=(1, 2),
+    train__ema_decay=(0.0, 0.9),
+    lora__rank=(4, 0),
+)
+
+
+def drawn(seed):
+    """A run and settings that fit one rank and two."""
+    draw = random.Random(seed)
+    while True:
+        name = draw.choice(tuple(OWN))
+        how = {key: draw.choice(values) for key, values in (ALL | OWN[name]).items()}
+        # Without an adapter there is nothing to merge.
+        if how["lora__rank"] == 0:
+            how["sample__rollout_weights"] = "exact"
+        if not refusal(checks_of, config_of(name, **how)):
+            return name, how
+
+
+def checks_of(config):
+    """Raise UserError unless a config fits one rank and two."""
+    checks.check(config, CHECKS[config.algorithm])
+    for num_ranks in (1, 2):
+        plan(config, num_ranks)
+
+
+@pytest.mark.parametrize("seed", [1, 16])
+def test_two_ranks_equal_one_for_settings_that_are_drawn(seed, shallow, tmp_path):
+    name, how = drawn(seed)
+    how |= shallow | dict(num_epochs=1, eval_freq=0)
+    one = train(name, tmp_path / "one", **how)
+    ranks = warm.torchrun(["tests/brightness.py", *command_of(name, tmp_path / "two", **how)])
+    two = folder_of(name, tmp_path / "two", "".join(rank.stderr for rank in ranks))
+    assert lines_of(two, "update")
+    assert_same(one, two)
