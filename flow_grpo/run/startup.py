@@ -59,9 +59,7 @@ def start(
     resume.check_places(settings)
     if settings.dry_run:
         _end_dry_run(_planned(settings, script, family, texts, settings.dry_run), len(extra_policies))
-    ranks = distributed.init_distributed()
-    quantisation.check_device(settings, ranks.device)
-    flash_attention.check_device(settings.attention, ranks.device)
+    ranks = _join_ranks(settings)
     experiment = _planned(settings, script, family, texts, ranks.world_size)
     place = distributed.on_main(resume.take_folder, settings, texts.files).absolute()
     settings = table.with_values(settings, place.kept)
@@ -85,6 +83,15 @@ def _say_cautions(run: Run) -> None:
     run.board.say(checks.caution(config))
     if config.evaluates and run.prompts.choosing.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
+
+
+def _join_ranks(config: Config) -> distributed.Ranks:
+    """Meet the other ranks. Raise UserError where the device lacks what the config's precision or attention asks
+    for."""
+    ranks = distributed.init_distributed()
+    quantisation.check_device(config, ranks.device)
+    flash_attention.check_device(config.attention, ranks.device)
+    return ranks
 
 
 def _planned(
