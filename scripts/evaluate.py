@@ -336,19 +336,24 @@ def score_policy(
             settings=replace(config.eval, guidance_scale=scale, save_images=args.save_images or 0),
             vae_batch_size=config.vae_batch_size,
         )
-        settings = dict(
-            policy=candidate.name,
-            weights=candidate.weights,
-            guidance_scale=scale,
-            size=str(size),
-            num_steps=config.eval.num_steps,
-            precision=config.precision,
-        )
+        settings = settings_of_row(candidate, scale, size)
         saved = evaluation.images_to_save(images_of(settings), comparison.split, sampler.settings)
         scores = evaluation.score(sampler, comparison.split, comparison.seeds, evaluation.NUM_SHOWN, saved)
         yield Scored(settings, scores)
         if saved and saved.problem:
             print(saved.problem)
+
+
+def settings_of_row(candidate: Candidate, guidance_scale: float, size: Size) -> dict[str, Any]:
+    """Return what a row of the table was scored with."""
+    return dict(
+        policy=candidate.name,
+        weights=candidate.weights,
+        guidance_scale=guidance_scale,
+        size=str(size),
+        num_steps=candidate.config.eval.num_steps,
+        precision=candidate.config.precision,
+    )
 
 
 def row_name(row: int, settings: dict[str, Any]) -> str:
