@@ -47,6 +47,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from safetensors.torch import load_file, save
 
 from flow_grpo.base import checksums
+from flow_grpo.checkpoints import best
 from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.monitoring import model_card
 from flow_grpo.settings.sections import Config
@@ -102,6 +103,9 @@ def main(args: argparse.Namespace, hub: HfApi) -> None:
     if args.export_dtype and not (folder / lora_files.FILE).is_file():
         raise UserError(f"--export-dtype is for a LoRA, and {args.run} trained all weights")
     check_weights(folder)
+    caution = best.caution(folder)
+    if caution:
+        print(caution)
     for notice in model_card.write_cards(args.run, args.repo):
         print(notice)
     uploads = []

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help, --list a
     config = command_line.parse("config/grpo.py:shapes_qwenimage,distill", checks.DISTILL)
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from ml_collections import ConfigDict
@@ -23,8 +24,11 @@ from train_qwenimage import rollout
 
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.rollout import StepRows
+from flow_grpo.base import distributed, locations
 from flow_grpo.base.errors import UserError
+from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch import model_classes
+from flow_grpo.monitoring.dashboard import say
 from flow_grpo.run import rewards
 from flow_grpo.run.evaluate import evaluate
 from flow_grpo.run.loop import finish, is_due, log_epoch
@@ -50,6 +54,8 @@ def check_teachers(config: Config) -> None:
             load_weights.check_model(config.model, replace(config.lora, path=folder), family)
         except UserError as error:
             raise UserError(f"config.train.teachers: {error}".replace("lora.path", "a teacher")) from error
+        if distributed.is_main():
+            say(best.caution(Path(locations.resolve(folder))))
 
 
 def load_teacher(transformer: torch.nn.Module, lora: Lora, folder: str) -> Ema:

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCard, constants
 from PIL import Image
 from refused import assert_refused
 from safetensors.torch import load, load_file, save_file
-from small import MODELS, as_prompts, config_of, exported, flip_a_bit, lines_of, loaded
+from small import MODELS, as_prompts, change_json, config_of, exported, flip_a_bit, lines_of, loaded
 
 from flow_grpo.base import folders
 from flow_grpo.base.formatting import with_error
@@ -246,6 +246,15 @@ def test_a_dry_run_lists_the_files_and_connects_to_nothing(run, capsys):
     card = (run / "best" / "README.md").read_text()
     assert 'load_lora_weights("me/red")' in card
     assert "Mean over the test prompts, at most 4 of them" in card
+    assert "from before training" not in out
+
+
+def test_a_best_policy_of_before_training_is_no_surprise(copy, capsys):
+    change_json(copy / "best" / "evaluation.json", epoch=0)
+    (copy / "best" / "checksums.json").unlink()
+    push(copy, "--dry-run")
+    assert "from before training: no later evaluation of its run was better" in capsys.readouterr().out
+    assert best.caution(copy) == "", "the last weights"
 
 
 @pytest.fixture

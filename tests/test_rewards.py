@@ -366,6 +366,25 @@ def test_the_share_of_flat_groups_counts_what_training_takes_for_flat(aggregatio
     assert figures == {"group_std": 0.0, "zero_std_share": share}
 
 
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ({"a": 1.0, "b": -1.0}, "the reward a spreads 0.5 within groups, b 0.05: the sum teaches a nearly alone"),
+        ({"a": 1.0, "b": -1.5}, ""),
+        ({"a": 0.0, "b": 1.0}, "the reward b spreads 0.05 within groups, a 0:"),
+        ({"a": 1.0}, ""),
+        ({"c": 1.0, "d": 1.0}, ""),
+    ],
+)
+def test_a_reward_whose_spread_drowns_another_is_named(weights, words):
+    """Nothing is said here of two that are flat, as both teach nothing."""
+    figures = {"reward/a_group_std": 0.5, "reward/b_group_std": 0.05}
+    figures |= {"reward/c_group_std": 0.0, "reward/d_group_std": 0.0}
+    sentence = run_rewards.unbalanced(figures, weights)
+    assert words in sentence
+    assert bool(words) == bool(sentence)
+
+
 @pytest.mark.parametrize("name", [WINDOW, BRANCHES])
 def test_filtered_groups_leave_the_mean_to_the_others(name, shallow, tmp_path):
     """The gradient is the unfiltered one over the share of groups that are kept: zero advantages add nothing to it."""

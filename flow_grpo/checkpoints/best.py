@@ -96,6 +96,16 @@ def read_best(run_folder: Path) -> Evaluation | None:
     return folders.read_record(Evaluation, folder / FILE) if folder else None
 
 
+def caution(weights: Path) -> str:
+    """Return a sentence if a folder is best/ of a run in which nothing was better than before training; else ""."""
+    if weights.name != NAME or not (weights / FILE).is_file():
+        return ""
+    evaluation = folders.read_record(Evaluation, weights / FILE)
+    if evaluation.epoch:
+        return ""
+    return f"{weights} holds the weights from before training: no later evaluation of its run was better"
+
+
 def write_best(run_folder: Path, evaluation: Evaluation, save_weights: Callable[[Path], None]) -> None:
     """Replace the folder; every rank calls, and `save_weights` writes the weights into the folder that it is given.
 

@@ -211,8 +211,8 @@ class Dashboard:
             # Figures of categories, of more than one "/", would make the line too long.
             names = sorted(name for name in values if name.count("/") == 1)
             return "  ".join([f"{kind.replace('eval', 'evaluation')} after {epoch} epochs", *self._figures(names)])
-        evaluation = sorted(name for name in self.latest if name.startswith("eval/"))
-        names = ["reward/avg", *evaluation, "validation/implicit_accuracy", "loss", "implicit_accuracy", "grad_norm"]
+        # Evaluations have lines of their own.
+        names = ["reward/avg", "loss", "implicit_accuracy", "grad_norm"]
         total = self.config.num_epochs
         parts = [f"epoch {epoch + 1:>{len(str(total))}}/{total}", *self._figures(names)]
         if self.epochs_s:

@@ -32,6 +32,8 @@ from flow_grpo.settings.sections import Config
 
 LATENT_SIGNS = ("latent_rms", "diversity")
 MOST_GROUPS_SHOWN = 4
+# How many times the spread of another reward is told to the user.
+UNBALANCED = 10
 
 
 class Shown(NamedTuple):
@@ -267,6 +269,30 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
         score = run.epoch_metrics["reward/avg"]
         alike = f"all images score alike ({score:.4g} on average)"
         run.board.say(f"epoch {epoch + 1}: in every group {alike}, so rewards teach nothing")
+    if epoch == 0 and run.config.train.reward_aggregation == "sum":
+        run.board.say(unbalanced(run.epoch_metrics, dict(run.config.reward_fn)))
+
+
+def unbalanced(figures: dict[str, float], weights: dict[str, float]) -> str:
+    """Return a sentence if one reward moves the sum UNBALANCED times as much as another, by their spreads within
+    groups; else "".
+
+    Args:
+        figures: of an epoch, with reward/<name>_group_std.
+        weights: of the rewards in the sum.
+    """
+    spreads = {}
+    for name, weight in weights.items():
+        spreads[name] = abs(weight) * figures[f"reward/{name}_group_std"]
+    strongest = max(spreads, key=lambda name: spreads[name])
+    weakest = min(spreads, key=lambda name: spreads[name])
+    if spreads[strongest] < UNBALANCED * spreads[weakest] or not spreads[strongest]:
+        return ""
+    return (
+        f"times its weight, the reward {strongest} spreads {spreads[strongest]:.2g} within groups, {weakest} "
+        f"{spreads[weakest]:.2g}: the sum teaches {strongest} nearly alone. Other weights in reward_fn balance them, "
+        "and train.reward_aggregation 'gdpo' does without weights"
+    )
 
 
 def spread_figures(rewards: Rewards, rows: Tensor, config: Config) -> dict[str, float]:
