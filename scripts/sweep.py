@@ -1,0 +1,317 @@
+"""Train a grid of settings: every combination of some values and seeds, side by side on the GPUs of this machine.
+
+    python scripts/sweep.py --out runs/rates --vary train.learning_rate=1e-4,3e-4,1e-3 --vary seed=1,2,3 \\
+        scripts/train_qwenimage_nft.py --config config/nft.py:shapes_qwenimage_nft
+
+What follows the script are its own flags, for every run. A run is a folder of OUT that is named after its values, and
+what it prints is in OUT/NAME.log. The same command goes on where it was interrupted, and makes what failed once more;
+runs that have ended stay. In the end OUT has table.md, with a row for each combination, over seeds, and report.html.
+With --slurm nothing is started: OUT/settings.txt is written, and the command of an array job is printed.
+"""
+
+import argparse
+import itertools
+import os
+import re
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from flow_grpo.base import locations
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted, with_error
+from flow_grpo.base.signals import SIGNALS, STATUS
+from flow_grpo.command_line import command_line
+from flow_grpo.settings import unknown_names
+from flow_grpo.settings.table import BY_KEY, default_config, flat
+
+# Settings that the sweep itself gives to each run.
+GIVEN = ("output_dir", "run_name", "resume_from")
+# Sections in which a user may add names.
+OPEN_SECTIONS = ("custom.", "reward.args.", "reward_fn.")
+POLL_S = 0.2
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = command_line.parser(__doc__)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of all runs")
+    add("--vary", action="append", required=True, metavar="KEY=VALUE,VALUE", help="a setting and its values; repeat it")
+    add("--gpus", default="", help="such as 0,1; default: all of the machine")
+    add("--ranks", type=int, default=1, help="GPUs of each run, by torchrun; without a GPU, processes of each run")
+    add("--parallel", type=int, default=1, help="runs that share a GPU, or the CPU")
+    add("--slurm", action="store_true", help="start nothing: write the file of an array job")
+    add("script", type=Path, help="the training script")
+    add("flags", nargs=argparse.REMAINDER, help="its flags, such as --config config/nft.py:shapes_qwenimage_nft")
+    return parser
+
+
+class Member(NamedTuple):
+    """One run of the sweep."""
+
+    name: str
+    values: dict[str, str]  # key -> value
+
+    def settings(self, out: Path) -> list[str]:
+        """Return the flags that make it this run."""
+        flags = [f"--config.{key}={value}" for key, value in self.values.items()]
+        return [*flags, f"--config.output_dir={out}", f"--config.run_name={self.name}"]
+
+
+def members_of(vary: list[str]) -> list[Member]:
+    """Return every combination of the values, those of the first setting slowest."""
+    grid = dict(map(_parsed, vary))
+    if len(grid) < len(vary):
+        raise UserError("--vary names a setting twice: give all of its values at once")
+    members = []
+    for combination in itertools.product(*grid.values()):
+        values = dict(zip(grid, combination, strict=True))
+        parts = []
+        for key, value in values.items():
+            as_name = re.sub(r"[^\w.+-]+", " ", value).strip().replace(" ", "-")
+            parts.append(f"{key.rpartition('.')[2]}_{as_name}")
+        members.append(Member("_".join(parts), values))
+    if len({member.name for member in members}) < len(members):
+        raise UserError("two combinations of --vary would have one name, as their values differ in signs alone")
+    return members
+
+
+def _parsed(text: str) -> tuple[str, list[str]]:
+    """Parse KEY=VALUE,VALUE. Raise UserError for what is no setting, or has no value."""
+    key, _, values = text.partition("=")
+    if key not in BY_KEY and not key.startswith(OPEN_SECTIONS):
+        raise UserError(unknown_names.answer(key, flat(default_config()), f"{quoted(key)} (--vary)"))
+    if key in GIVEN:
+        raise UserError(f"--vary {key} would be ignored: the sweep gives each run its own")
+    # Commas inside of brackets belong to a value, such as (0, 3).
+    found = [value.strip() for value in re.split(r",(?![^(\[{]*[)\]}])", values)]
+    if not all(found):
+        raise UserError(f"--vary {quoted(text)} lacks a value: write KEY=VALUE,VALUE")
+    if len(set(found)) < len(found):
+        raise UserError(f"--vary {quoted(text)} has a value twice")
+    return key, found
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise UserError for what no run could be started with."""
+    members_of(args.vary)
+    if not args.script.is_file():
+        raise UserError(f"{args.script} is no script here")
+    for name in ("ranks", "parallel"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} is {getattr(args, name)}; it is at least 1")
+    for key in GIVEN:
+        if any(flag.startswith(f"--config.{key}") for flag in args.flags):
+            raise UserError(f"--config.{key} would be ignored: the sweep gives each run its own")
+    gpus = gpus_of(args.gpus)
+    if gpus and len(gpus) < args.ranks:
+        raise UserError(f"--ranks {args.ranks} needs as many GPUs; there are {len(gpus)}")
+
+
+def gpus_of(text: str) -> list[str]:
+    """Return the GPUs of --gpus, or else those that this process sees; [] on a machine without one."""
+    listed = text or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if listed:
+        return [gpu.strip() for gpu in listed.split(",")]
+    if not shutil.which("nvidia-smi"):
+        return []
+    lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
+    return [str(number) for number, line in enumerate(lines) if line.startswith("GPU ")]
+
+
+args = None
+if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
+    args = command_line.arguments(parser(), check_arguments)
+
+from flow_grpo.monitoring import provenance, report, run_history
+
+
+class Sweep:
+    """Runs of a sweep, of which as many are under way as there are places for."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.out = args.out.absolute()
+        self.members = members_of(args.vary)
+        self.places = places_of(gpus_of(args.gpus), args.ranks, args.parallel)
+        self.running: dict[int, tuple[Member, subprocess.Popen]] = {}  # by place
+        self.failed: list[str] = []
+        self.signal = 0  # the first one that asked the sweep to end
+
+    def command(self, member: Member) -> list[str]:
+        """Return the command that begins a run or goes on with it."""
+        start = [sys.executable]
+        if self.args.ranks > 1:
+            start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.args.ranks}"]
+        flags = [*self.args.flags, *member.settings(self.out), "--config.resume_from=latest"]
+        return [*start, str(self.args.script), *flags]
+
+    def run(self) -> None:
+        """Make every run that has not ended."""
+        waiting = []
+        for member in self.members:
+            if has_ended(self.out / member.name):
+                print(f"{member.name}: has ended before", flush=True)
+            else:
+                waiting.append(member)
+        for number in SIGNALS:
+            signal.signal(number, self.stop)
+        while self.running or (waiting and not self.signal):
+            for place in range(len(self.places)):
+                if waiting and place not in self.running and not self.signal:
+                    self.start(place, waiting.pop(0))
+            time.sleep(POLL_S)
+            self.collect()
+
+    def start(self, place: int, member: Member) -> None:
+        """Start a run in a place."""
+        with (self.out / f"{member.name}.log").open("a") as log:
+            process = subprocess.Popen(
+                self.command(member), env=os.environ | self.places[place], stdout=log, stderr=subprocess.STDOUT
+            )
+        self.running[place] = (member, process)
+        print(f"{member.name}: begins", flush=True)
+
+    def collect(self) -> None:
+        """Free the places of processes that are over."""
+        for place, (member, process) in list(self.running.items()):
+            status = process.poll()
+            if status is None:
+                continue
+            del self.running[place]
+            if has_ended(self.out / member.name):
+                print(f"{member.name}: has ended", flush=True)
+            elif not self.signal:
+                self.failed.append(member.name)
+                log = self.out / f"{member.name}.log"
+                print(f"{member.name}: stopped with status {status}, {last_line(log)} ({log})", flush=True)
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Start nothing more, and pass the signal on: runs save and end."""
+        self.signal = self.signal or number
+        for _, process in self.running.values():
+            if process.poll() is None:
+                process.send_signal(number)
+
+
+def places_of(gpus: list[str], ranks: int, parallel: int) -> list[dict[str, str]]:
+    """Return the environment of each place for a run: `ranks` GPUs, or the CPU where there is none."""
+    if not gpus:
+        return [{}] * parallel
+    groups = []
+    for first in range(0, len(gpus) - ranks + 1, ranks):
+        groups.append({"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + ranks])})
+    return groups * parallel
+
+
+def has_ended(folder: Path) -> bool:
+    """Return whether a run has come to its end."""
+    starts = provenance.starts(folder)
+    return bool(starts) and "end" in starts[-1]
+
+
+def last_line(log: Path) -> str:
+    """Return the last line that a run has printed."""
+    lines = log.read_text(errors="replace").split("\n")
+    printed = [line for line in lines if line.strip()]
+    return printed[-1] if printed else "and printed nothing"
+
+
+class Scores(NamedTuple):
+    """Tests of a run by eval.best_by."""
+
+    before: float
+    last: float
+    best: float  # of the weights that the validation chose
+
+
+def scores_of(folder: Path) -> Scores | None:
+    """Return the tests of a run that has ended; None if it made none."""
+    history = run_history.read_run(folder, folder.name)
+    best_by = history.config.eval.best_by
+    tests = []
+    best = None
+    for line in history.lines("test"):
+        if f"test/{best_by}" in line:
+            tests.append(line[f"test/{best_by}"])
+        best = line.get(f"test_best/{best_by}", best)
+    if not tests or best is None:
+        return None
+    return Scores(tests[0], tests[-1], best)
+
+
+def write_table(out: Path, members: list[Member]) -> str:
+    """Write table.md: the tests of each combination, over its seeds. Returns its text."""
+    rows_of = defaultdict(list)
+    for member in members:
+        scores = scores_of(out / member.name) if has_ended(out / member.name) else None
+        if scores:
+            combination = tuple(value for key, value in member.values.items() if key != "seed")
+            rows_of[combination].append(scores)
+    keys = [key for key in members[0].values if key != "seed"]
+    head = [*keys, "runs", "test: before", "last", "best", "lowest best"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for combination, rows in rows_of.items():
+        means = [_mean(list(column)) for column in zip(*rows, strict=True)]
+        lowest = min(row.best for row in rows)
+        cells = [*combination, str(len(rows)), *means, f"{lowest:.4g}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    text = "\n".join(lines) + "\n"
+    (out / "table.md").write_text(text, encoding="utf-8")
+    return text
+
+
+def _mean(values: list[float]) -> str:
+    """Return a mean over runs with its standard error."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return with_error(statistics.fmean(values), error)
+
+
+def write_slurm(args: argparse.Namespace) -> None:
+    """Write the settings of each run as a line of a file, and print how Slurm runs them."""
+    members = members_of(args.vary)
+    out = args.out.absolute()
+    lines = [" ".join(member.settings(out)) for member in members]
+    if any(re.search(r"[\s'\"]", setting) for member in members for setting in member.settings(out)):
+        raise UserError("an array job takes no value and no folder with a blank or a quotation mark")
+    (out / "settings.txt").write_text("\n".join(lines) + "\n")
+    script = locations.PACKAGE.parent / "scripts" / "multi_node" / "slurm.sh"
+    print(
+        f"SWEEP={out / 'settings.txt'} sbatch --nodes=1 --array=1-{len(members)} {script} "
+        f"{shlex.join([str(args.script), *args.flags])}"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.slurm:
+        write_slurm(args)
+        return 0
+    sweep = Sweep(args)
+    sweep.run()
+    done = [sweep.out / member.name for member in sweep.members if has_ended(sweep.out / member.name)]
+    if done:
+        print(write_table(sweep.out, sweep.members))
+        report.write_page(done, sweep.out / "report.html")
+        print(f"{sweep.out} holds table.md and report.html of {len(done)} of {len(sweep.members)} runs")
+    if sweep.signal:
+        print("the same command goes on")
+        return 128 + signal.SIGINT if sweep.signal == signal.SIGINT else STATUS
+    if sweep.failed:
+        print(f"{len(sweep.failed)} runs have failed: {', '.join(sweep.failed)}; the same command tries them again")
+    return 1 if sweep.failed else 0
+
+
+if args is not None:
+    with command_line.sentences():
+        sys.exit(main(args))

@@ -1,0 +1,128 @@
+"""scripts/sweep.py: the grid, its runs as processes, what it says of them, and how it goes on."""
+
+import json
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import sweep
+import warm
+from refused import assert_refused
+from small import ROOT, change_json, command_of
+from test_signals import epochs_of
+
+from flow_grpo.base import signals
+from flow_grpo.checkpoints import checkpoints
+
+SCRIPT = "scripts/train_qwenimage.py"
+
+
+def parsed(*words):
+    args = sweep.parser().parse_args([str(word) for word in words])
+    sweep.check_arguments(args)
+    return args
+
+
+def test_every_combination_is_a_run_of_its_own_name():
+    members = sweep.members_of(["train.learning_rate=1e-4,3e-4", "sample.sde_window_range=(0, 3),(1, 3)", "seed=1"])
+    assert [member.name for member in members] == [
+        "learning_rate_1e-4_sde_window_range_0-3_seed_1",
+        "learning_rate_1e-4_sde_window_range_1-3_seed_1",
+        "learning_rate_3e-4_sde_window_range_0-3_seed_1",
+        "learning_rate_3e-4_sde_window_range_1-3_seed_1",
+    ]
+    assert members[1].values == {"train.learning_rate": "1e-4", "sample.sde_window_range": "(1, 3)", "seed": "1"}
+
+
+def test_places_are_gpus_of_their_own_or_the_cpu():
+    assert sweep.places_of([], 2, 2) == [{}, {}]
+    devices = [place["CUDA_VISIBLE_DEVICES"] for place in sweep.places_of(["0", "1", "5"], 1, 2)]
+    assert devices == ["0", "1", "5", "0", "1", "5"]
+    assert sweep.places_of(["0", "1", "5"], 2, 1) == [{"CUDA_VISIBLE_DEVICES": "0,1"}]
+
+
+def test_what_no_run_could_be_started_with_is_refused(tmp_path):
+    vary = ["--out", tmp_path / "runs", "--vary"]
+    rows = [
+        ("lerning_rate", lambda: parsed(*vary, "train.lerning_rate=1", SCRIPT), ["nearest", "train.learning_rate"]),
+        ("no value", lambda: parsed(*vary, "seed=1,,2", SCRIPT), ["seed=1,,2", "lacks a value"]),
+        ("twice", lambda: parsed(*vary, "seed=1,1", SCRIPT), ["has a value twice"]),
+        ("key twice", lambda: parsed(*vary, "seed=1", "--vary", "seed=2", SCRIPT), ["names a setting twice"]),
+        ("run_name", lambda: parsed(*vary, "run_name=a", SCRIPT), ["--vary run_name would be ignored"]),
+        ("its flag", lambda: parsed(*vary, "seed=1", SCRIPT, "--config.output_dir=x"), ["output_dir would be ignored"]),
+        ("no script", lambda: parsed(*vary, "seed=1", "nowhere.py"), ["nowhere.py is no script"]),
+        ("gpus", lambda: parsed("--gpus=0", "--ranks=2", *vary, "seed=1", SCRIPT), ["--ranks 2", "there are 1"]),
+        ("ranks", lambda: parsed("--ranks=0", *vary, "seed=1", SCRIPT), ["--ranks is 0"]),
+        (
+            "a blank",
+            lambda: sweep.main(parsed("--slurm", *vary, "train.adam_betas=(0.9, 0.99)", SCRIPT)),
+            ["array job", "blank"],
+        ),
+    ]
+    assert_refused(rows)
+
+
+def test_an_array_job_has_the_settings_of_each_run(tmp_path, capsys):
+    sweep.main(parsed("--slurm", "--out", tmp_path, "--vary", "seed=1,2", SCRIPT, "--config", "config/grpo.py:a"))
+    first, second = (tmp_path / "settings.txt").read_text().splitlines()
+    assert first == f"--config.seed=1 --config.output_dir={tmp_path} --config.run_name=seed_1"
+    assert second.startswith("--config.seed=2 ")
+    said = capsys.readouterr().out
+    assert f"SWEEP={tmp_path / 'settings.txt'} sbatch --nodes=1 --array=1-2 " in said
+    assert said.endswith(f"slurm.sh {SCRIPT} --config config/grpo.py:a\n")
+
+
+def test_the_table_has_means_over_seeds_and_the_lowest(recorded, tmp_path):
+    """Three copies of a run, of which one has not ended."""
+    members = sweep.members_of(["train.learning_rate=1,2", "seed=1,2"])
+    for member, added in zip(members, (0.0, 0.5, 1.0), strict=False):
+        folder = shutil.copytree(recorded("nft").folder, tmp_path / member.name)
+        lines = []
+        for text in (folder / "metrics.jsonl").read_text().splitlines():
+            line = json.loads(text)
+            for name in ("test/jpeg_compressibility", "test_best/jpeg_compressibility"):
+                if name in line:
+                    line[name] = added - 2.0 if "best" in name else added - 3.0
+            lines.append(json.dumps(line))
+        (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    change_json(tmp_path / members[2].name / "run.json", starts=[])
+    text = sweep.write_table(tmp_path, members)
+    assert text == (tmp_path / "table.md").read_text()
+    head, _, row = text.splitlines()
+    assert head == "| train.learning_rate | runs | test: before | last | best | lowest best |"
+    assert row == "| 1 | 2 | -2.75 ± 0.25 | -2.75 ± 0.25 | -1.75 ± 0.25 | -2 |"
+
+
+def test_a_sweep_says_which_runs_fail_and_an_interrupted_one_goes_on(shallow, tmp_path):
+    """The second value is refused by the script. The first run is interrupted in its long training, and saves."""
+    out = tmp_path / "runs"
+    how = dict(model=shallow["model"], dataset=shallow["dataset"], eval_freq=0, save_freq=0)
+    script, *flags = command_of("shapes_qwenimage", tmp_path, **how)
+    flags = [flag for flag in flags if not flag.startswith("--config.output_dir")]
+    words = ["scripts/sweep.py", "--out", out, "--vary", "train.adv_clip_max=5,-1", script, *flags]
+    process = warm.Started([*words, "--config.num_epochs=500"])
+    while not epochs_of(out / "adv_clip_max_5") and process.poll() is None:
+        time.sleep(0.05)
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGTERM)
+    stopped = process.done()
+    assert stopped.returncode == signals.STATUS, stopped.stdout + stopped.stderr
+    assert stopped.stdout.endswith("the same command goes on\n")
+    assert "adv_clip_max_-1" not in stopped.stdout, "nothing more is started"
+    newest = checkpoints.find_newest(out / "adv_clip_max_5" / "checkpoints")
+    completed = checkpoints.read_progress(newest).epoch
+
+    ended = warm.run([*words, f"--config.num_epochs={completed}"])
+    assert ended.returncode == 1, ended.stderr
+    assert "adv_clip_max_5: has ended\n" in ended.stdout
+    assert "adv_clip_max_-1: stopped with status 2, train_qwenimage.py: config.train.adv_clip_max" in ended.stdout
+    assert "1 runs have failed: adv_clip_max_-1; the same command tries them again" in ended.stdout
+    assert (out / "report.html").exists()
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
