@@ -254,12 +254,15 @@ def overridden(config: Config, args: argparse.Namespace) -> Config:
 def chosen_prompts(args: argparse.Namespace, config: Config) -> prompts.Split:
     """Return the prompts of --prompts, a data set's folder or a file, or of the run's data set."""
     path = Path(args.prompts or config.dataset)
-    if path.is_file() or (prompt_files.is_prompt_file(path) and not path.is_dir()):
+    # What is neither a file nor a folder, such as a pipe, is refused as a file.
+    is_file = not path.is_dir() if folders.exists(path) else prompt_files.is_prompt_file(path)
+    if is_file:
         name = path.name
         loaded = prompts.load_file(path)
     else:
         name = args.split
-        loaded = prompts.load_prompts(str(path), args.split)
+        setting = "--prompts" if args.prompts else prompts.DATASET
+        loaded = prompts.load_prompts(str(path), args.split, setting)
     split = prompts.Split(name, prompts.with_absolute_sources(loaded))
     # Prompts of one's own are all evaluated, those of a run as many as the run evaluated.
     if args.prompts and args.num_prompts is None:

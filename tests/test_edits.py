@@ -134,6 +134,7 @@ def test_what_no_run_could_use_is_refused(tmp_path):
     bad_edits += [dict(objects=3), dict(edit=None)]
     rows = [
         ("missing", lambda: loads(["none.png"]), ["none.png"]),
+        ("of Windows", lambda: loads(["folder\\square.png"]), ["'folder\\\\square.png'", "write /"]),
         ("no picture", lambda: loads(["text.png"]), ["text.png"]),
         ("no list", lambda: loads("square.png"), ["line 1", "sources"]),
         ("other shapes", lambda: checks("qwenimage_edit", ["square.png"], ["wide.png"]), ["64, 64", "96, 32"]),

@@ -479,6 +479,9 @@ REFUSED = [  # the arguments, and words of the sentence
     ("{run} --out=", "--out is empty"),
     ("{own_sigmas} --rewards jpeg_compressibility", "eval.num_steps (--set) is 10", "4 steps"),
     (f"{TINY_EDIT} --rewards jpeg_compressibility --set text_tokens=40 --prompts {{aspects}}", "sources", "shape"),
+    ("{run} --prompts /dev/zero", "/dev/zero", "a device"),
+    ("{run} --prompts {folder}", "--prompts", "test.txt"),
+    (f"{{run}} --prompts {'a' * 300}", "--prompts", "too long"),
     ("{run} --prompts {long} --rewards jpeg_compressibility", "text_tokens = 20"),
 ]
 
@@ -495,6 +498,8 @@ def test_nonsense_is_refused_before_weights_are_loaded(runs, tmp_path, monkeypat
 
     places["own_sigmas"] = shutil.copytree(registry.tiny_folder("qwenimage_21"), tmp_path / "own_sigmas")
     change_json(places["own_sigmas"] / "model_index.json", sample_sigmas=[1.0, 0.9, 0.7, 0.4])
+    places["folder"] = tmp_path / "folder.txt"
+    places["folder"].mkdir()
     places["aspects"] = tmp_path / "aspects.jsonl"
     places["aspects"].write_text("")
     for side in (64, 256):

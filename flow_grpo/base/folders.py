@@ -266,6 +266,15 @@ def check_file(path: Path) -> None:
         raise UserError(f"{in_one_line(path)} {problem}")
 
 
+def exists(path: Path) -> bool:
+    """Return whether there is something at a path; False for a name that is too long and a folder that nobody may look
+    into."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def is_pipe_or_device(path: Path) -> bool:
     """Return whether a path is neither a file nor a folder. To open a pipe waits for its writer, perhaps for ever, and
     some devices have no end. Raise OSError for a path that does not exist."""

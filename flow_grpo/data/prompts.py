@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flow_grpo.algorithms.batch_plan import BatchPlan
-from flow_grpo.base import locations, rng
+from flow_grpo.base import folders, locations, rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt, picture_size
@@ -18,6 +18,7 @@ from flow_grpo.data import prompt_files
 from flow_grpo.data.prompt_files import Row
 
 SPLITS = ("train", "validation", "test")
+DATASET = "config.dataset"  # the setting that names a data set, unless a flag does
 SAVED_DATASET = {"dataset_info.json", "dataset_dict.json"}  # names of files that `datasets` writes
 LONGEST = 100_000  # characters of a prompt: none of the models reads a hundredth of them
 ADDRESSES = ("http://", "https://", "data:")
@@ -61,24 +62,28 @@ class BatchRow(NamedTuple):
     row: int
 
 
-def load_prompts(folder: str, split: str) -> list[Prompt]:
+def load_prompts(folder: str, split: str, setting: str = DATASET) -> list[Prompt]:
     """Load the prompts of a split; see `open_split`."""
-    return open_split(folder, split).prompts
+    return open_split(folder, split, setting).prompts
 
 
-def open_split(folder: str, split: str) -> PromptFile:
+def open_split(folder: str, split: str, setting: str = DATASET) -> PromptFile:
     """Load `{split}_metadata.jsonl` (GenEval's format: an object with "prompt" a line) or `{split}.txt` (a prompt a
-    line). Raises UserError: no such file, an empty one, or a malformed line; names file and line."""
-    path = find_file(folder, split)
+    line). Raises UserError: no such file, an empty one, or a malformed line; names file and line.
+
+    Args:
+        setting: what gave the folder, for messages.
+    """
+    path = find_file(folder, split, setting)
     if path is None:
         names = " or ".join(_file_names(split))
-        raise UserError(f"config.dataset {quoted(folder)} needs {names}; neither is there{_hint_of_content(folder)}")
+        raise UserError(f"{setting} {quoted(folder)} needs {names}; neither is there{_hint_of_content(folder)}")
     return PromptFile(path, load_file(path))
 
 
-def find_file(folder: str | Path, split: str) -> Path | None:
+def find_file(folder: str | Path, split: str, setting: str = DATASET) -> Path | None:
     """Return the file of a split, or whatever else has its name, such as a link to a file that is gone, for its reader
-    to refuse; None if there is none. Raises UserError if the folder cannot be looked into."""
+    to refuse; None if there is none. Raises UserError, which names the setting, if the folder cannot be looked into."""
     try:
         located = Path(locations.resolve(str(folder)))
         for name in _file_names(split):
@@ -86,7 +91,7 @@ def find_file(folder: str | Path, split: str) -> Path | None:
             if path.is_symlink() or path.exists():
                 return path
     except OSError as error:  # a name that is too long, or a folder that nobody may look into
-        raise UserError(f"config.dataset is {quoted(str(folder))}: {error.strerror}") from error
+        raise UserError(f"{setting} is {quoted(str(folder))}: {error.strerror}") from error
     return None
 
 
@@ -141,6 +146,8 @@ def source_paths(metadata: dict[str, Any], place: str, folder: Path) -> tuple[Pa
         if name.startswith(ADDRESSES):
             raise UserError(f'{place}: "sources" has {quoted(name)}; it must name image files: fetch them first')
         path = folder / name
+        if "\\" in name and not folders.exists(path):
+            raise UserError(f'{place}: "sources" has {quoted(name)}, which does not exist: write / in place of \\')
         picture_size(path, f'{place}: "sources"')
         paths.append(path)
     return tuple(paths)
