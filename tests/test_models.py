@@ -1,6 +1,5 @@
 """Every model of the registry draws as in diffusers, trains with ratios of 1, and goes back to diffusers."""
 
-import inspect
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -84,20 +83,14 @@ def other_shift(model):
 
 
 def drawn_by_diffusers(model, size, guidance_scale, prompts):
-    """Draw by its own pipeline, whose second forward is asked for by a negative prompt or by the scale alone. Each
-    prompt is drawn by itself, since Qwen-Image-2.1's image lies behind the longest one of a batch. What is transparent
-    is white."""
-    guidance = dict(guidance_scale=guidance_scale)
-    if model.NEGATIVE_PROMPT is not None and "true_cfg_scale" in inspect.signature(model.PIPELINE.__call__).parameters:
-        guidance = dict(true_cfg_scale=guidance_scale)
-        if model.is_guided(guidance_scale):
-            guidance["negative_prompt"] = model.NEGATIVE_PROMPT
-    guidance |= dict(num_inference_steps=STEPS, output_type="pt", height=size.height, width=size.width)
+    """Draw by its own pipeline. Each prompt is drawn by itself, since Qwen-Image-2.1's image lies behind the longest
+    one of a batch. What is transparent is white."""
+    how = model.call_arguments(size, STEPS, guidance_scale) | dict(output_type="pt")
     noise = model.noise(size, generators(len(prompts))).split(1)
     images = []
     for prompt, x in zip(prompts, noise):
         sources = dict(image=prompt.pictures()) if prompt.sources else {}
-        images.append(model.pipeline(prompt=prompt.text, latents=x, **sources, **guidance).images)
+        images.append(model.pipeline(prompt=prompt.text, latents=x, **sources, **how).images)
     color, alpha = torch.cat(images).split([3, images[0].shape[1] - 3], 1)
     if not alpha.numel():
         return color

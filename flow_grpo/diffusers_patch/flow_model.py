@@ -1,5 +1,6 @@
 """Base class of loaded models, as training sees them. Each model file derives a class from it, one level deep."""
 
+import inspect
 import json
 import math
 from abc import ABC, abstractmethod
@@ -296,6 +297,19 @@ class FlowModel(ABC):
     def is_guided(cls, guidance_scale: float) -> bool:
         """Tell whether a velocity of this scale takes a second forward, of the negative prompt."""
         return cls.NEGATIVE_PROMPT is not None and guidance_scale > 1
+
+    @classmethod
+    def call_arguments(cls, size: Size, num_steps: int, guidance_scale: float) -> dict[str, Any]:
+        """Return size, steps and guidance as arguments of the diffusers pipeline's call, whose second forward is asked
+        for by a negative prompt or by the scale alone."""
+        arguments: dict[str, Any] = dict(height=size.height, width=size.width, num_inference_steps=num_steps)
+        takes_true_cfg = "true_cfg_scale" in inspect.signature(cls.PIPELINE.__call__).parameters
+        if cls.NEGATIVE_PROMPT is None or not takes_true_cfg:
+            return arguments | {"guidance_scale": guidance_scale}
+        arguments["true_cfg_scale"] = guidance_scale
+        if cls.is_guided(guidance_scale):
+            arguments["negative_prompt"] = cls.NEGATIVE_PROMPT
+        return arguments
 
     @staticmethod
     def guide(positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
