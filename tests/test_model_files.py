@@ -131,6 +131,7 @@ REFUSED = [  # a name, the change, and words of the sentence
     ("a text encoder that is cut off", put(TEXT, (TINY / TEXT).read_bytes()[:-40]), TEXT, "831,800 of 831,840"),
     ("broken settings of the VAE", put("vae/config.json", "{"), "vae/config.json", "JSON"),
     ("a byte order mark", put("transformer/config.json", b"\xef\xbb\xbf{}"), "transformer/config.json", "JSON"),
+    ("a billion layers", put("transformer/config.json", '{"num_layers": 1000000000}'), "config.json", "num_layers"),
     ("UTF-16", put("vae/config.json", "{}".encode("utf-16")), "vae/config.json", "JSON"),
     ("GGUF", put(WEIGHTS, b"GGUF\3\0\0\0" + bytes(99)), WEIGHTS, "a GGUF file"),
     ("a zip of torch", put(VAE, b"PK\3\4" + bytes(99)), VAE, "torch.save"),

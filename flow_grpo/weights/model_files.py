@@ -33,6 +33,7 @@ WEIGHTS = {"diffusers": safetensors_reader.WEIGHTS, "transformers": "model.safet
 PICKLES = {"diffusers": "diffusion_pytorch_model.bin", "transformers": "pytorch_model.bin"}
 # JSON files that diffusers and transformers read.
 SETTINGS = re.compile(r"(\w+_)?config\.json|tokenizer\.json|vocab\.json|special_tokens_map\.json|added_tokens\.json")
+MOST_LAYERS = 1000  # of one kind
 # Parts without which no pipeline works that has an argument of this name.
 NEEDED = ("scheduler", "transformer", "vae", "text_encoder", "tokenizer")
 # A tokenizer has one of these.
@@ -160,7 +161,7 @@ def _check_settings(path: Path) -> None:
 
 
 def _json_problem(path: Path) -> str:
-    """Return why a file is no JSON object, "" if it is one."""
+    """Return why a file is no JSON object, or no settings of a model of a possible size, "" if it is."""
     try:
         # As diffusers reads it. From bytes, json would take a byte order mark and UTF-16, too.
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -168,6 +169,10 @@ def _json_problem(path: Path) -> str:
         return f"is no JSON: {in_one_line(error)}"
     if not isinstance(stored, dict):
         return "holds no JSON object"
+    # Modules are made before any of the file's names can be compared with them: a damaged number would take hours.
+    for name, value in stored.items():
+        if name.endswith("_layers") and isinstance(value, int) and value > MOST_LAYERS:
+            return f"has {name} = {quoted(value)}; no model has more than {MOST_LAYERS} layers"
     return ""
 
 
