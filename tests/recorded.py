@@ -19,7 +19,8 @@ JPEG = dict(eval__best_by="jpeg_compressibility", eval__rewards=("jpeg_compressi
 MEASURED = JPEG | dict(eval__noises_per_prompt=2, eval__batch_size=5, eval__num_prompts=8, eval__test_freq=1)
 PUBLISHED = dict(reward_fn={"redness": 1.0}, logger="none", eval__rewards=("shapes",))
 RUNS = {
-    "window": ("shapes_qwenimage", PUBLISHED | dict(train__learning_rate=1e-2)),
+    # The page of an evaluation takes longer than an epoch.
+    "window": ("shapes_qwenimage", PUBLISHED | dict(train__learning_rate=1e-2, eval_freq=EPOCHS)),
     "branches": (
         "shapes_qwenimage_pr",
         JPEG | dict(train__learning_rate=1e-2, health__action="roll_back", health__eval_drop=0.0),
