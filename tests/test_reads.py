@@ -24,7 +24,7 @@ WINDOW = "shapes_qwenimage"
 BRANCHES = "shapes_qwenimage_pr"
 NFT = "shapes_qwenimage_nft"
 ONE = dict(num_epochs=1, eval_freq=0)
-TWO = dict(num_epochs=2)  # with evaluations, so that there are alarms to judge
+TWO = dict(eval__save_images=1, num_epochs=2)  # with evaluations, so that there are alarms to judge
 KL = dict(train__beta=0.1, train__old_log_prob="recompute")
 RUNS = {  # script -> its runs, which have all that it can do switched on between them
     table.GRPO: [
