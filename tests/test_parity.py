@@ -178,10 +178,14 @@ def test_the_statistics_of_a_ratio_are_their_closed_forms():
         rel=1e-5,
     )
     beyond = torch.tensor([True, False, False, True])  # of the objective's own trust region
-    run = SimpleNamespace(meter=meter, on_policy=False, config=Config(train=Train(clip_range=0.01)))
-    step = SimpleNamespace(log_prob=ratio.log())
-    rows = SimpleNamespace(log_probs=torch.zeros(4))
+    run = SimpleNamespace(meter=meter, on_policy=False, config=Config(train=Train(clip_range=0.01)), row_values=[])
+    step = SimpleNamespace(log_prob=ratio.log(), transition_std=torch.full((4, 1, 1), 0.5))
+    of_rows = dict(step_weights=torch.ones(4), advantages=torch.ones(4), timesteps=torch.tensor([1000.0, 500.0]))
+    rows = SimpleNamespace(log_probs=torch.zeros(4), **of_rows)
     update.record_ratios(run, step, rows, ratio.log(), beyond)
+    (by_row,) = run.row_values
+    assert by_row.timesteps.tolist() == [1000.0, 1000.0, 500.0, 500.0], "two outcomes of each row"
+    assert by_row.values["clip_fraction_high"].tolist() == [1.0, 0.0, 0.0, 1.0]
     found = meter.pop(distributed.over_ranks)
     assert (found["clip_fraction_high"], found["clip_fraction_low"]) == (2 / 4, 0)
 
