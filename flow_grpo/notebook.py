@@ -70,11 +70,17 @@ class LoadedRun:
         Returns:
             [P, S, 3, H, W] in [0, 1].
         """
+        if not prompts or not seeds:
+            raise UserError("prompts or seeds is empty; there must be at least one of each")
         params = SamplingParams(self.config.eval.num_steps, self.config.eval.guidance_scale)
-        images = []
+        rows_per_forward = self.config.eval.batch_size
+        columns = []
         for seed in seeds:
-            images.append(self._sampled(prompts, seed, params, range(0)))
-        return torch.stack(images, 1)
+            parts = []
+            for start in range(0, len(prompts), rows_per_forward):
+                parts.append(self._sampled(prompts[start : start + rows_per_forward], seed, params, range(0)))
+            columns.append(torch.cat(parts))
+        return torch.stack(columns, 1)
 
     def branches(self, prompt: str | Prompt, seed: int = 0, num_branches: int = 0) -> Tensor:
         """Draw the branches of one trunk with the noise, steps and guidance of the run's rollout.
@@ -98,8 +104,6 @@ class LoadedRun:
     ) -> Tensor:
         """Draw [P, ..., 3, H, W] from a seed's noise."""
         texts = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
-        if not texts:
-            raise UserError("prompts is empty; there must be at least one")
         guided = self.model.is_guided(params.guidance_scale)
         condition = self.model.encode(texts, width=self.config.text_tokens, guided=guided)
         generators = [torch.Generator().manual_seed(seed) for _ in texts]

@@ -92,13 +92,17 @@ def test_meter_resolves_the_spread_of_a_ratio_near_one():
     assert meter.pop(over_ranks)["ratio_std"] != 0
 
 
+ONE_GROUP = sheets.GroupRow(["step 0"], [Image.new("RGB", (64, 64))] * 2, [0.0, 1.0])
+
+
 def test_values_of_rows_are_averaged_for_each_denoising_step():
     """Five rows in two minibatches; their timesteps are those of steps 0 and 2 but for rounding."""
     levels = torch.tensor([1000.0, 800.0, 500.0])
     of_two = {"ratio": torch.tensor([1.0, 3.0]), "kl": torch.tensor([0.5, 4.0])}
     of_three = {"ratio": torch.tensor([1.0, 1.0, 2.0]), "kl": torch.tensor([2.0, 1.5, 0.0])}
-    first = RowValues(torch.tensor([1000.0, 500.1]), of_two)
+    first = RowValues(torch.tensor([1000.0, 500.1]), of_two | {"in_one_minibatch": torch.ones(2)})
     second = RowValues(torch.tensor([500.0, 999.9, 499.9]), of_three)
+    assert gather_rows([]) is None
     rows = gather_rows([first, second])
     assert rows.values["ratio"].tolist() == [1.0, 3.0, 1.0, 1.0, 2.0]
     assert by_step(rows, levels) == {
@@ -121,7 +125,7 @@ def test_a_run_folder_has_config_and_lines_and_wandb_has_them_and_what_config_al
     assert line == dict(kind="update", epoch=0, step=1, loss=0.5, grad_norm="nan")
     assert str(dashboard.read_metrics(tmp_path)[0]["grad_norm"]) == "nan"
     board.log_histogram("reward", torch.tensor([0.25, 0.5]), epoch=1, step=1)
-    board.log_page(Image.new("RGB", (30, 20)), epoch=1, step=1, name="groups")
+    board.log_groups([ONE_GROUP], epoch=1, step=1, name="groups")
     assert alerts.send("wandb", "the reward has fallen") == ""
     board.finish()
     words = [b"0.00037", b"num_epochs", b"eval/shapes_accuracy", b"train/grad_norm", b"the reward has fallen"]
@@ -318,7 +322,7 @@ def test_tensorboard_holds_what_was_logged_without_an_abandoned_future(tmp_path)
     for step in (1, 2, 3):
         board.log("update", {"loss": step / 8}, epoch=step - 1, step=step)
     board.log_images(random_images(2), ["a", "b"], [1.0, 0.5], epoch=3, step=3)
-    board.log_page(Image.new("RGB", (30, 20)), epoch=3, step=3, name="branches")
+    board.log_groups([ONE_GROUP], epoch=3, step=3, name="branches")
     board.log_histogram("reward", torch.tensor([0.25, 0.5, torch.nan]), epoch=3, step=3)
     board.log_histogram("reward", torch.tensor([torch.nan]), epoch=3, step=4)
     sheet = Image.open(tmp_path / "images" / "eval_000003.png")
@@ -342,7 +346,7 @@ def test_tensorboard_holds_what_was_logged_without_an_abandoned_future(tmp_path)
     (shown,) = first.Images("images/eval")
     assert (shown.step, shown.width, shown.height) == (3, *sheet.size)
     (page,) = first.Images("images/branches")
-    assert (page.step, page.width, page.height) == (3, 30, 20)
+    assert (page.step, page.width, page.height) == (3, *sheets.group_sheet([ONE_GROUP]).size)
     (histogram,) = first.Histograms("histograms/reward")
     values = histogram.histogram_value
     assert (histogram.step, values.num, values.min, values.max) == (3, 2, 0.25, 0.5)
@@ -383,7 +387,7 @@ def test_groups_are_rows_with_best_and_worst_marked_and_an_abandoned_future_has_
     assert sheets.mark(1.0, rows[1].scores) == ""
 
     for epoch in (0, 1, 2):
-        board.log_page(page, epoch=epoch, step=epoch, name="branches")
+        board.log_groups(rows, epoch=epoch, step=epoch, name="branches")
         (tmp_path / "images" / f"eval_{epoch:06d}").mkdir()
     (tmp_path / "images" / "branches_of_mine.png").write_bytes(b"")
     board.truncate(1, kinds={"eval"})

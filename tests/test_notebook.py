@@ -1,6 +1,7 @@
 """flow_grpo.load_run, and the notebook of the docs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ def test_a_run_is_drawn_as_it_evaluates_before_and_after_training(recorded):
     images = after.draw(prompts, seeds=[0, 1])
     assert images.shape == (2, 2, 3, 64, 64)
     assert not torch.equal(images, before.draw(prompts, seeds=[0, 1]))
+    one_a_forward = replace(after, config=replace(after.config, eval=replace(after.config.eval, batch_size=1)))
+    torch.testing.assert_close(one_a_forward.draw(prompts, seeds=[0, 1]), images, rtol=0, atol=1e-3)
 
     # The pipeline alone, with the run's arguments, from the same noise.
     noise = after.model.noise(Size(64, 64), [torch.Generator().manual_seed(1)])
@@ -55,7 +58,7 @@ def test_what_cannot_be_loaded_is_said(tmp_path, recorded):
     images = torch.zeros(2, 3, 64, 64)
     rows = [
         ("no run", lambda: flow_grpo.load_run(tmp_path), ["is no run's folder"]),
-        ("no prompt", lambda: run.draw([]), ["prompts is empty"]),
+        ("no prompt", lambda: run.draw([]), ["prompts or seeds is empty"]),
         ("another number", lambda: run.score(images, ["a"]), ["images of 2 prompts, and 1 prompts"]),
     ]
     assert_refused(rows)

@@ -58,7 +58,7 @@ def record(folder, learning_rate, evaluated):
         board.log("update", {"ratio_std": 2e-4 * epoch, "grad_norm": 0.5, "mine": epoch}, epoch=epoch, step=epoch)
         values = {"reward/avg": learning_rate * epoch, "health/reward_drop": 1.0 * epoch, "time/rollout_s": 2.0 + epoch}
         values |= {"reward/zero_std_share": float(epoch >= 6), "health/limits_exceeded": float(epoch >= 8)}
-        values |= {"steps/reward/0": 0.5, "steps/reward/1": learning_rate}
+        values |= {"steps/reward/0": 0.5, "steps/reward/1": learning_rate, "steps/mine": epoch}
         board.log("epoch", values, epoch=epoch, step=epoch)
     board.finish()
     return folder
@@ -123,7 +123,8 @@ def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without
     assert "which is 3 (- - -)" in text, "the limit of health/reward_drop"
     assert "Constant: grad_norm 0.5" in text
     assert len(page.all("svg")) == len(titles) + 2  # the key's, of each run
-    assert [title for title in titles if title.startswith("steps/")] == ["steps/reward"]
+    assert [title for title in titles if title.startswith("steps/")] == ["steps/reward", "steps/mine"]
+    assert "steps/mine over epochs" in page.text, "a fork's own, which has no number of a step"
     panel = page.text.partition("steps/reward over denoising steps")[2].partition("</svg>")[0]
     assert "denoising step" in panel
     panel = page.text.partition("reward/avg over epochs")[2].partition("</svg>")[0]

@@ -21,7 +21,8 @@ from test_scoring import listening, settings
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
-from flow_grpo.data.prompts import load_prompts, with_absolute_sources
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.data.prompts import Batch, load_prompts, with_absolute_sources
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.rewards import foreign_code
 from flow_grpo.rewards.clients import client
@@ -349,6 +350,24 @@ def test_branches_are_measured_at_each_step():
     }
     of_images = run_rewards.Rewards({"avg": torch.zeros(4)}, torch.arange(4), torch.Size([4]))
     assert run_rewards.step_figures(of_images, config) == {}
+
+
+def test_a_sheet_shows_the_first_trunks_branches_and_the_first_groups_with_their_own_scores():
+    """Images are grey, of their number's shade; each is to be beside the score of that number."""
+    batch = Batch(image_numbers=[3, 0], prompts=[Prompt("a red circle"), Prompt("a blue square")], groups=[3, 0])
+    shades = torch.arange(12) / 255
+    branches = shades.view(2, 3, 2, 1, 1, 1).expand(-1, -1, -1, 3, 8, 8)
+    rows = run_rewards.shown_rows(branches, batch, torch.zeros(2, 3, 2, dtype=torch.int64))
+    assert [row.title for row in rows] == [["step 0", "a blue square"], ["step 1"], ["step 2"]]
+    assert [row.indices for row in rows] == [[6, 7], [8, 9], [10, 11]]
+    for row in rows:
+        assert [picture.getpixel((0, 0))[0] for picture in row.pictures] == row.indices
+
+    images = shades[:2].view(2, 1, 1, 1).expand(-1, 3, 8, 8)
+    rows = run_rewards.shown_rows(images, batch, torch.tensor([3, 0]))
+    assert [(row.title, row.indices) for row in rows] == [(["a blue square"], [1]), (["a red circle"], [0])]
+    assert rows[0].pictures[0].getpixel((0, 0)) == (1, 1, 1)
+    assert run_rewards.shown_rows(images, batch, torch.zeros(2, 1, dtype=torch.int64)) == [], "a fork's own shape"
 
 
 @pytest.mark.parametrize(("aggregation", "share"), [("sum", 1.0), ("gdpo", 0.5)])

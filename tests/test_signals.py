@@ -86,6 +86,22 @@ def test_what_is_completed_is_saved_and_the_run_goes_on_as_if_nothing_had_happen
         assert_equal_to_rounding(lines_of(folder), lines_of(unbroken))
 
 
+def test_a_signal_within_an_update_drops_its_epoch_and_none_before_it(shallow, tmp_path):
+    """The weights have moved when it comes: the copy of before the epoch's first step is saved."""
+    how = shallow | dict(num_epochs=3, eval_freq=0, save_freq=0, train__updates_per_epoch=2, train__beta=0.1)
+    unbroken = train(NAME, tmp_path / "unbroken", **how)
+    script, *flags = command_of(NAME, tmp_path / "broken", **how, signal_grace_s=0.0)
+    stopped = warm.run(["tests/signalled.py", *flags])
+    assert stopped.returncode == signals.STATUS, stopped.stderr[-3000:]
+    assert "stopped by SIGTERM after 1 epochs; epoch 2 is dropped" in stopped.stderr
+    folder = tmp_path / "broken" / unbroken.name
+    progress = json.loads((folder / "checkpoints/epoch_000001/progress.json").read_text())
+    assert (progress["epoch"], progress["step"]) == (1, 2)
+    resumed = warm.run(["tests/brightness.py", script, *flags, "--config.resume_from=latest"])
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert lines_of(folder) == lines_of(unbroken)
+
+
 def assert_equal_to_rounding(lines, others):
     """Lines of two ranks and of one: batches are filled otherwise, and sums are made in another order."""
     assert [(line["kind"], line["epoch"]) for line in lines] == [(line["kind"], line["epoch"]) for line in others]

@@ -22,7 +22,7 @@ from flow_grpo.base.formatting import in_one_line
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.monitoring import progress, provenance, report, sheets, trackers
 from flow_grpo.monitoring.plots import plot_reward, read_metrics
-from flow_grpo.monitoring.sheets import Cell, Sheet, contact_sheet, plot_samples
+from flow_grpo.monitoring.sheets import Cell, GroupRow, Sheet, contact_sheet, group_sheet, plot_samples
 from flow_grpo.settings.sections import Config
 
 
@@ -251,12 +251,17 @@ class Dashboard:
             self._draw_report()
 
     @on_main
-    def log_page(self, page: Image.Image, *, epoch: int, step: int, name: str) -> None:
-        """Show a page of pictures in the trackers and as images/<name>_<epoch>.png."""
+    def log_groups(self, rows: Sequence[GroupRow], *, epoch: int, step: int, name: str) -> None:
+        """Show a row of pictures for each group in the trackers and as images/<name>_<epoch>.png."""
         at = {"epoch": epoch, "step": step}
-        self._track(lambda tracker: tracker.log_page(name, page, at, len(self.history)))
         file = f"images/{name}_{epoch:06d}.png"
-        self._draw(file, lambda folder: write_page(page, folder / file))
+
+        def draw(folder: Path) -> None:
+            page = group_sheet(rows)
+            self._track(lambda tracker: tracker.log_page(name, page, at, len(self.history)))
+            write_page(page, folder / file)
+
+        self._draw(file, draw)
 
     def _draw_report(self) -> None:
         # A tracker shows the same curves, and its failure leaves none.

@@ -92,16 +92,32 @@ class RowValues(NamedTuple):
     values: dict[str, Tensor]  # name -> [R]
 
 
-def gather_rows(parts: list[RowValues]) -> RowValues:
-    """Join the rows of all minibatches and ranks, on the CPU in float64. All have the same names, and all ranks equally
-    many rows."""
-    names = list(parts[0].values)
-    columns = [torch.cat([part.timesteps for part in parts])]
-    for name in names:
-        columns.append(torch.cat([part.values[name] for part in parts]))
-    table = torch.stack([column.double() for column in columns], 1)
-    timesteps, *gathered = distributed.gather(table).cpu().unbind(1)
-    return RowValues(timesteps, dict(zip(names, gathered, strict=True)))
+def gather_rows(parts: list[RowValues]) -> RowValues | None:
+    """Join the rows of all minibatches and ranks, on the CPU in float64; None if there are none on any rank.
+
+    Ranks may have different numbers of rows. Names that some minibatch lacks are left out.
+    """
+    # One copy to the host for each column of this rank.
+    tables = []
+    if parts:
+        columns = {"timesteps": torch.cat([part.timesteps for part in parts]).double().cpu()}
+        for name in _common_names([part.values for part in parts]):
+            columns[name] = torch.cat([part.values[name] for part in parts]).double().cpu()
+        tables.append(columns)
+    tables = distributed.gather_objects(tables)
+    if not tables:
+        return None
+    joined = {}
+    for name in _common_names(tables):
+        joined[name] = torch.cat([table[name] for table in tables])
+    timesteps = joined.pop("timesteps")
+    return RowValues(timesteps, joined)
+
+
+def _common_names(tables: list[dict[str, Tensor]]) -> list[str]:
+    """Return the names that all tables have, in the first one's order."""
+    common = set(tables[0]).intersection(*tables[1:])
+    return [name for name in tables[0] if name in common]
 
 
 def by_step(rows: RowValues, levels: Tensor) -> dict[str, float]:
@@ -118,9 +134,9 @@ def by_step(rows: RowValues, levels: Tensor) -> dict[str, float]:
         chosen = step_of_row == step
         figures[f"steps/sigma/{step}"] = levels[step].item() / 1000
         for name, column in rows.values.items():
-            values = column[chosen]
             if name in HISTOGRAMS:
                 continue
+            values = column[chosen]
             if name == "ratio":
                 figures[f"steps/ratio_std/{step}"] = values.std(correction=0).item()
             else:

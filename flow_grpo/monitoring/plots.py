@@ -136,28 +136,37 @@ def curve(records: Sequence[dict], name: str, label: str, best_by: str) -> Line 
 
 
 def step_curve(records: Sequence[dict], figure: str, label: str) -> Line | None:
-    """Return a figure over denoising steps, the mean of the last epochs that have it with its standard error; None if
-    no epoch has it.
+    """Return a figure over denoising steps, the mean of the last STEP_EPOCHS epochs that have it with its standard
+    error; None if no epoch has it.
 
     Args:
         figure: such as "steps/reward", of the names steps/reward/STEP.
     """
-    values_of: dict[int, list[float]] = {}
-    for line in records:
-        for name, value in line.items():
-            if name.rpartition("/")[0] == figure:
-                step = int(name.rpartition("/")[2])
-                values_of.setdefault(step, []).append(_drawn(value))
+    values_of = _last_values(records, f"{figure}/")
     if not values_of:
         return None
     steps = sorted(values_of)
     means = []
     errors = []
     for step in steps:
-        last_values = np.array(values_of[step][-STEP_EPOCHS:])
-        means.append(last_values.mean())
-        errors.append(last_values.std(ddof=1) / math.sqrt(len(last_values)) if len(last_values) > 1 else math.nan)
+        values = np.array(values_of[step])
+        means.append(values.mean())
+        errors.append(values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan)
     return Line(label, np.array(steps), np.array(means), np.array(errors))
+
+
+def _last_values(records: Sequence[dict], prefix: str) -> dict[int, list[float]]:
+    """Return the values of names PREFIX STEP by their step, of the last STEP_EPOCHS lines that have any."""
+    values_of: dict[int, list[float]] = {}
+    num_lines = 0
+    for line in reversed(records):
+        names = [name for name in line if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()]
+        for name in names:
+            values_of.setdefault(int(name.removeprefix(prefix)), []).append(_drawn(line[name]))
+        num_lines += bool(names)
+        if num_lines == STEP_EPOCHS:
+            break
+    return values_of
 
 
 def _drawn(value: float) -> float:

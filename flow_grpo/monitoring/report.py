@@ -11,6 +11,7 @@ import argparse
 import base64
 import io
 import itertools
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -46,15 +47,17 @@ import jinja2
 import numpy as np
 from PIL import Image
 
-from flow_grpo.base import folders, pictures
+from flow_grpo.base import folders
 from flow_grpo.base.metric_table import METRICS, NOT_DRAWN, Metric, explain
 from flow_grpo.monitoring import health, plots, sheets
 from flow_grpo.monitoring.run_history import RunHistory, changed_settings, read_run, summary
 
 # Row of the table of metrics for a name that has none.
 UNKNOWN = Metric("logged by a script of your own", "", group="Without a row in the table of metrics")
-# Beginning of the names of figures by denoising step.
-OF_STEPS = "steps/"
+# Names of figures by denoising step.
+OF_STEPS = re.compile(r"steps/[^/]+/[0-9]+")
+# Pixels of a sheet of branches, at most: WebP holds 16,383.
+LONGEST_SIDE = 8192
 # Evaluations whose images are on the page.
 MOST_EVALUATIONS = 12
 
@@ -82,10 +85,11 @@ def panels(runs: Sequence[RunHistory]) -> dict[str, list[Panel]]:
     groups: dict[str, list[Panel]] = {metric.group: [] for metric in (*METRICS.values(), UNKNOWN)}
     step_figures = set()
     for name in sorted(set().union(*_records(runs)) - left_out):
-        metric = described(runs, name)
-        if name.startswith(OF_STEPS):
+        if OF_STEPS.fullmatch(name):
             step_figures.add(name.rpartition("/")[0])
-        elif metric.group != NOT_DRAWN:
+            continue
+        metric = described(runs, name)
+        if metric.group != NOT_DRAWN:
             groups[metric.group].append(panel(runs, name, metric))
     for figure in sorted(step_figures):
         metric = described(runs, f"{figure}/0")
@@ -118,7 +122,7 @@ def constants(runs: Sequence[RunHistory]) -> dict[str, float]:
     values = defaultdict(list)
     for record in _records(runs):
         for name in record.keys() - {*plots.TEXTS, "epoch", "step"}:
-            if not name.startswith(OF_STEPS):
+            if not OF_STEPS.fullmatch(name):
                 values[name].append(record[name])
     unchanged = {}
     for name, column in sorted(values.items()):
@@ -208,7 +212,9 @@ def newest_sheets(run: RunHistory) -> dict[str, str]:
         drawn = sheets.group_sheets(run.folder, name)
         if drawn:
             epoch = max(drawn)
-            addresses[f"{name} of epoch {epoch + 1}"] = data_address(pictures.upright(drawn[epoch]))
+            page = sheets.opened(drawn[epoch])
+            page.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+            addresses[f"{name} of epoch {epoch + 1}"] = data_address(page)
     return addresses
 
 

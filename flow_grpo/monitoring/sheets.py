@@ -179,12 +179,17 @@ def forget(run_dir: Path, epoch: int, keeps_evaluation: bool) -> None:
                 sheet.unlink()
 
 
-def panel_pictures(sheet: Path) -> list[Panel]:
-    """Return the pictures of a contact sheet. Raises UserError for a damaged sheet."""
+def opened(sheet: Path) -> Image.Image:
+    """Read a sheet. Raises UserError for a damaged one."""
     try:
-        page = pictures.upright(sheet)
+        return pictures.upright(sheet)
     except pictures.Unreadable as error:
         raise UserError(f"{sheet} {error}") from error
+
+
+def panel_pictures(sheet: Path) -> list[Panel]:
+    """Return the pictures of a contact sheet. Raises UserError for a damaged sheet."""
+    page = opened(sheet)
     file = sheet.with_suffix(".json")
     panels = []
     for fields in folders.read_record(Cells, file).cells:

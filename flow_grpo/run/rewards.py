@@ -1,10 +1,11 @@
 """Rewards of an epoch's images: submitted as images are finished, awaited once, logged, and turned into advantages."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from flow_grpo.algorithms.advantages import (
@@ -21,7 +22,7 @@ from flow_grpo.base.prompt import captions_of
 from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples
 from flow_grpo.monitoring import health
-from flow_grpo.monitoring.sheets import GroupRow, group_sheet
+from flow_grpo.monitoring.sheets import GroupRow
 from flow_grpo.run import sampling
 from flow_grpo.run.loop import is_due
 from flow_grpo.run.run import Run
@@ -36,11 +37,12 @@ MOST_GROUPS_SHOWN = 4
 UNBALANCED = 10
 
 
-class Shown(NamedTuple):
-    """Images of which a sheet will be drawn."""
+class ShownRow(NamedTuple):
+    """Images that compete, which a row of a sheet will show with their scores."""
 
-    images: Tensor  # [b, ..., 3, H, W] in [0, 1], on the CPU
-    captions: list[str]  # b
+    title: list[str]
+    pictures: list[Image.Image]
+    indices: list[int]  # of the pictures among all [b * ...] images that were submitted together
 
 
 class Submitted(NamedTuple):
@@ -50,7 +52,7 @@ class Submitted(NamedTuple):
     groups: Tensor  # [b, ...] int64, which of them compete
     scores: Pending  # name -> [b * ...] float32 on the CPU
     latents: Tensor  # [b * ..., c, h, w] f32, unpacked, still normalised
-    shown: Shown | None = None  # the batch with the epoch's first image, in epochs that draw sheets
+    shown: Sequence[ShownRow] = ()  # rows of a sheet, where one is due
 
 
 class Rewards(NamedTuple):
@@ -83,9 +85,10 @@ def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = Non
     with run.board.timed("reward"):
         scores = run.pool.submit(samples.images.flatten(0, -4), prompts)
     latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
-    shown = None
+    # The epoch's first image is on the main rank, which draws the sheet.
+    shown = []
     if 0 in batch.image_numbers and run.config.evaluates and is_due(run.config.eval_freq, run.epoch):
-        shown = Shown(samples.images.cpu(), captions_of(batch.prompts))
+        shown = shown_rows(samples.images, batch, groups)
     return Submitted(list(batch.image_numbers), groups, scores, latents, shown)
 
 
@@ -93,8 +96,7 @@ def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
     """Wait for the epoch's rewards on all ranks, and log their means and spreads and the health of the latents.
 
     If a fork calls it twice in an epoch, the metric `images` adds up, and the second call's other figures replace the
-    first's. To wait without
-    logging, call `gather`.
+    first's. To wait without logging, call `gather`.
     """
     rewards = gather(run, submitted)
     rewards = rewards._replace(diversity=_measure_latents(run, submitted, rewards))
@@ -102,9 +104,32 @@ def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
         rewards = rewards._replace(groups=torch.zeros_like(rewards.groups))
     _log(run, epoch, rewards)
     for part in submitted:
-        if part.shown is not None:
+        if part.shown:
             _show(run, epoch, part, rewards.local(rewards.scores["avg"], torch.device("cpu"))[_places(part, submitted)])
     return rewards
+
+
+def shown_rows(images: Tensor, batch: Batch, groups: Tensor) -> list[ShownRow]:
+    """Return the branches of the epoch's first trunk, a row for each step, or the first groups of the batch.
+
+    Pictures of 8 bits are kept, not tensors: the branches of a batch of trunks take hundreds of megabytes.
+
+    Args:
+        images: [b, 3, H, W], or [b, K, J, 3, H, W] of branches. Of any other shape nothing is shown.
+    """
+    captions = captions_of(batch.prompts)
+    rows = []
+    if groups.ndim == 3:
+        trunk = batch.image_numbers.index(0)
+        indices = torch.arange(groups.numel()).view(groups.shape)[trunk].tolist()
+        for step, indices_of_step in enumerate(indices):
+            title = [f"step {step}", captions[trunk]] if step == 0 else [f"step {step}"]
+            rows.append(ShownRow(title, to_pictures(images[trunk, step]), indices_of_step))
+    if groups.ndim == 1:
+        for group in groups.unique().tolist()[:MOST_GROUPS_SHOWN]:
+            indices = (groups == group).nonzero().flatten().tolist()
+            rows.append(ShownRow([captions[indices[0]]], to_pictures(images[indices]), indices))
+    return rows
 
 
 def _places(part: Submitted, submitted: list[Submitted]) -> list[int]:
@@ -114,27 +139,17 @@ def _places(part: Submitted, submitted: list[Submitted]) -> list[int]:
 
 
 def _show(run: Run, epoch: int, part: Submitted, scores: Tensor) -> None:
-    """Draw images that compete side by side: the branches of the epoch's first trunk, a row for each step, or the first
-    groups of the batch.
+    """Draw a sheet of images that compete.
 
     Args:
         scores: [b, ...], of the part's images.
     """
-    assert part.shown is not None
-    images, captions = part.shown
+    flat_scores = scores.flatten()
     rows = []
-    if scores.ndim > 1:
-        trunk = part.image_numbers.index(0)
-        for step, (branches, values) in enumerate(zip(images[trunk], scores[trunk], strict=True)):
-            title = [f"step {step}", captions[trunk]] if step == 0 else [f"step {step}"]
-            rows.append(GroupRow(title, to_pictures(branches), values.tolist()))
-        run.board.log_page(group_sheet(rows), epoch=epoch, step=run.step, name="branches")
-        return
-    for group in part.groups.unique().tolist()[:MOST_GROUPS_SHOWN]:
-        chosen = part.groups == group
-        first = int(chosen.nonzero()[0])
-        rows.append(GroupRow([captions[first]], to_pictures(images[chosen]), scores[chosen].tolist()))
-    run.board.log_page(group_sheet(rows), epoch=epoch, step=run.step, name="groups")
+    for row in part.shown:
+        rows.append(GroupRow(row.title, row.pictures, flat_scores[row.indices].tolist()))
+    name = "branches" if part.groups.ndim == 3 else "groups"
+    run.board.log_groups(rows, epoch=epoch, step=run.step, name=name)
 
 
 def gather(run: Run, submitted: list[Submitted]) -> Rewards:

@@ -126,8 +126,7 @@ def record_ratios(
 
 @torch.no_grad()
 def record_by_step(run: Run, rows: Minibatch, **values: Tensor) -> None:
-    """Keep values of a minibatch's rows, whose means for each denoising step are logged after the epoch. Every
-    minibatch of an epoch has the same names.
+    """Keep values of a minibatch's rows, whose means for each denoising step are logged after the epoch.
 
     Args:
         values: [R * J] each.
@@ -140,10 +139,10 @@ def record_by_step(run: Run, rows: Minibatch, **values: Tensor) -> None:
 def log_by_step(run: Run) -> None:
     """Add the means for each denoising step to the epoch's metrics, and show the distribution of ratios and
     advantages."""
-    if not run.row_values:
-        return
     rows = metrics.gather_rows(run.row_values)
     run.row_values.clear()
+    if rows is None:
+        return
     run.epoch_metrics |= metrics.by_step(rows, run.scheduler.timesteps.cpu())
     for name in metrics.HISTOGRAMS:
         if name in rows.values:
