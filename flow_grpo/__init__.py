@@ -16,7 +16,7 @@ def load_run(folder: "Path | str", weights: str = "best", device: "torch.device 
 
     Args:
         folder: the run's.
-        weights: "best", those that its validation chose; "last"; or "base", those from before training.
+        weights: "best", those that its validation chose; "last"; or "base", config.model without an adapter.
         device: None = a GPU if there is one.
 
     Raises:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flow_grpo.algorithms import batch_plan
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import load_prompts
@@ -35,6 +36,7 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.settings.sections import Config
 from flow_grpo.weights import policies
 
+WEIGHTS = ("best", "last", "base")
 # Of a run without branches.
 NUM_BRANCHES = 6
 
@@ -160,6 +162,8 @@ class LoadedRun:
 def load_run(folder: Path | str, weights: str, device: torch.device | str | None) -> LoadedRun:
     """Load a run; `flow_grpo.load_run` says more."""
     folder = Path(folder)
+    if weights not in WEIGHTS:
+        raise UserError(f"weights is {quoted(weights)}; it may be {', '.join(WEIGHTS)}")
     if not policies_to_compare.is_run(folder):
         raise UserError(f"{folder} is no run's folder: it has no config.json and metrics.jsonl")
     config = read_run(folder, folder.name).config

@@ -114,6 +114,8 @@ def override(config: ConfigDict, args: argparse.Namespace) -> None:
     """Put what the flags say into a config."""
     if args.num_prompts is not None:
         config.eval.num_prompts = args.num_prompts
+    if args.save_images is not None:
+        config.eval.save_images = args.save_images
     for text in args.set:
         set_value(config, text)
     if args.rewards:
@@ -171,6 +173,7 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.weights import policies, quantisation
 
+READ = (*policies_to_compare.READ, *policies_to_compare.OF_THE_COMMAND)
 SAID_BY_FLAGS = {  # setting -> the flag that says the same
     "dataset": "prompts",
     "reward_fn": "rewards",
@@ -180,19 +183,23 @@ SAID_BY_FLAGS = {  # setting -> the flag that says the same
     "eval.num_prompts": "num_prompts",
     "eval.noises_per_prompt": "seeds",
     "eval.guidance_scale": "guidance_scales",
+    "eval.save_images": "save_images",
 }
 
 
 def check_set(args: argparse.Namespace) -> None:
     """Raises UserError for a setting of --set that would be ignored."""
+    saves_images = args.save_images or any(text.startswith("eval.save_images=") for text in args.set)
     for text in args.set:
         key = text.partition("=")[0]
-        setting = next((read for read in policies_to_compare.READ if f"{key}.".startswith(f"{read}.")), None)
+        setting = next((read for read in READ if f"{key}.".startswith(f"{read}.")), None)
         if setting is None:
             raise UserError(f"--set {quoted(text)} would be ignored: an evaluation does not read config.{key}")
         flag = SAID_BY_FLAGS.get(setting, "")
         if flag and getattr(args, flag) is not None:
             raise UserError(f"--set {quoted(text)} would be ignored: --{flag.replace('_', '-')} says it already")
+        if key == "eval.image_format" and not saves_images:
+            raise UserError(f"--set {quoted(text)} would be ignored without --save-images")
 
 
 class Comparison(NamedTuple):
@@ -336,7 +343,7 @@ def score_policy(
             bar=partial(progress.shown, say=say if distributed.is_main() else None),
             embed=lambda prompts: Condition.concat([embed_one(prompt) for prompt in prompts]),
             size=size,
-            settings=replace(config.eval, guidance_scale=scale, save_images=args.save_images or 0),
+            settings=replace(config.eval, guidance_scale=scale),
             vae_batch_size=config.vae_batch_size,
         )
         settings = settings_of_row(candidate, scale, size)

@@ -38,6 +38,8 @@ GIVEN = ("output_dir", "run_name", "resume_from")
 # Sections in which a user may add names.
 OPEN_SECTIONS = ("custom.", "reward.args.", "reward_fn.")
 POLL_S = 0.2
+# Signals that torchrun passes on to its ranks: SIGUSR1 would end it alone.
+HANDLED = "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of all runs")
     add("--vary", action="append", required=True, metavar="KEY=VALUE,VALUE", help="a setting and its values; repeat it")
-    add("--gpus", default="", help="such as 0,1; default: all of the machine")
+    add("--gpus", default="", help="such as 0,1; default: CUDA_VISIBLE_DEVICES, or else all of the machine")
     add("--ranks", type=int, default=1, help="GPUs of each run, by torchrun; without a GPU, processes of each run")
     add("--parallel", type=int, default=1, help="runs that share a GPU, or the CPU")
     add("--slurm", action="store_true", help="start nothing: write the file of an array job")
@@ -81,7 +83,7 @@ def members_of(vary: list[str]) -> list[Member]:
             parts.append(f"{key.rpartition('.')[2]}_{as_name}")
         members.append(Member("_".join(parts), values))
     if len({member.name for member in members}) < len(members):
-        raise UserError("two combinations of --vary would have one name, as their values differ in signs alone")
+        raise UserError("two combinations of --vary have one name: they differ only in brackets, commas or blanks")
     return members
 
 
@@ -105,7 +107,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Raise UserError for what no run could be started with."""
     members_of(args.vary)
     if not args.script.is_file():
-        raise UserError(f"{args.script} is no script here")
+        raise UserError(f"{args.script} is no file")
+    if args.slurm and (args.gpus or args.ranks > 1 or args.parallel > 1):
+        raise UserError("--gpus, --ranks and --parallel would be ignored with --slurm: a task has its machine's GPUs")
     for name in ("ranks", "parallel"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} is {getattr(args, name)}; it is at least 1")
@@ -114,7 +118,7 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise UserError(f"--config.{key} would be ignored: the sweep gives each run its own")
     gpus = gpus_of(args.gpus)
     if gpus and len(gpus) < args.ranks:
-        raise UserError(f"--ranks {args.ranks} needs as many GPUs; there are {len(gpus)}")
+        raise UserError(f"--ranks {args.ranks} needs {args.ranks} GPUs, and this sweep has {len(gpus)}")
 
 
 def gpus_of(text: str) -> list[str]:
@@ -151,7 +155,7 @@ class Sweep:
         """Return the command that begins a run or goes on with it."""
         start = [sys.executable]
         if self.args.ranks > 1:
-            start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.args.ranks}"]
+            start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.args.ranks}", HANDLED]
         flags = [*self.args.flags, *member.settings(self.out), "--config.resume_from=latest"]
         return [*start, str(self.args.script), *flags]
 
@@ -305,10 +309,10 @@ def main(args: argparse.Namespace) -> int:
         report.write_page(done, sweep.out / "report.html")
         print(f"{sweep.out} holds table.md and report.html of {len(done)} of {len(sweep.members)} runs")
     if sweep.signal:
-        print("the same command goes on")
+        print("the same command continues the sweep")
         return 128 + signal.SIGINT if sweep.signal == signal.SIGINT else STATUS
     if sweep.failed:
-        print(f"{len(sweep.failed)} runs have failed: {', '.join(sweep.failed)}; the same command tries them again")
+        print(f"failed: {', '.join(sweep.failed)}; the same command tries them again")
     return 1 if sweep.failed else 0
 
 

@@ -24,11 +24,10 @@ from train_qwenimage import rollout
 
 from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.rollout import StepRows
-from flow_grpo.base import distributed, locations
+from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch import model_classes
-from flow_grpo.monitoring.dashboard import say
 from flow_grpo.run import rewards
 from flow_grpo.run.evaluate import evaluate
 from flow_grpo.run.loop import finish, is_due, log_epoch
@@ -54,8 +53,6 @@ def check_teachers(config: Config) -> None:
             load_weights.check_model(config.model, replace(config.lora, path=folder), family)
         except UserError as error:
             raise UserError(f"config.train.teachers: {error}".replace("lora.path", "a teacher")) from error
-        if distributed.is_main():
-            say(best.caution(Path(locations.resolve(folder))))
 
 
 def load_teacher(transformer: torch.nn.Module, lora: Lora, folder: str) -> Ema:
@@ -96,6 +93,8 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients) -> No
     declared.check(config, rollout=rollout, add_gradients=add_gradients)
     run = start(config, checks.DISTILL)
     teachers = [load_teacher(run.model.transformer, run.config.lora, folder) for folder in run.config.train.teachers]
+    for folder in run.config.train.teachers:
+        run.board.say(best.caution(Path(locations.resolve(folder))))
     for epoch in range(run.epoch, run.config.num_epochs):
         # Every config.eval_freq epochs, score the averaged weights on the prompts that choose best/.
         evaluate(run, epoch)

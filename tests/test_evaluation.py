@@ -278,6 +278,23 @@ def test_images_are_written_whole_with_a_table_of_prompts_noises_and_scores(shal
     assert {path.name for path in again.iterdir()} == {"00000_0.webp", "00000_1.webp", "images.csv"}
 
 
+def test_flags_about_saved_images_that_would_be_ignored_or_cannot_be_are_refused(tmp_path):
+    rows = [
+        (
+            "format alone",
+            lambda: evaluated(tmp_path, TINY, "--set", "eval.image_format=jpg"),
+            ["without --save-images"],
+        ),
+        (
+            "twice",
+            lambda: evaluated(tmp_path, TINY, "--save-images", 1, "--set", "eval.save_images=2"),
+            ["--save-images says it already"],
+        ),
+        ("below 0", lambda: evaluated(tmp_path, TINY, "--save-images", -3), ["save_images", "-3"]),
+    ]
+    assert_refused(rows)
+
+
 def test_images_that_cannot_be_written_end_nothing_and_are_said_once(tmp_path):
     (tmp_path / "file").write_text("")
     prompts_of_two = [Prompt("a red circle"), Prompt("a blue square")]

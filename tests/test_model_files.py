@@ -171,6 +171,10 @@ REFUSED = [  # a name, the change, and words of the sentence
 
 def test_a_model_that_is_not_whole_is_refused_by_its_file_and_a_copy_of_links_is_not(tmp_path):
     look(copy_of(tmp_path / "whole"))
+    # Qwen's vocabulary has such a token.
+    with_vocabulary = copy_of(tmp_path / "vocabulary")
+    put("tokenizer/vocab.json", '{"_layers": 26091}')(with_vocabulary)
+    look(with_vocabulary)
     rows = []
     for name, change, *words in REFUSED:
         folder = copy_of(tmp_path / name)

@@ -57,6 +57,7 @@ def test_what_cannot_be_loaded_is_said(tmp_path, recorded):
     run = flow_grpo.load_run(folder, device="cpu")
     images = torch.zeros(2, 3, 64, 64)
     rows = [
+        ("misspelt", lambda: flow_grpo.load_run(folder, "lsat"), ["'lsat'", "best, last, base"]),
         ("no run", lambda: flow_grpo.load_run(tmp_path), ["is no run's folder"]),
         ("no prompt", lambda: run.draw([]), ["prompts or seeds is empty"]),
         ("another number", lambda: run.score(images, ["a"]), ["images of 2 prompts, and 1 prompts"]),

@@ -33,6 +33,7 @@ def zipped():
 
 
 READ = {  # file -> its bytes and its prompts
+    "blanks.jsonl": (b'{"prompt": "a"}\t\n{"prompt": "b"} \n', ["a", "b"]),
     "parti.tsv": (b'Prompt\tCategory\n"a cat, red"\tAnimals\na dog\tAnimals\n', ["a cat, red", "a dog"]),
     "drawbench.csv": (
         b'\xef\xbb\xbfPrompts,Kind\r\n"a, b",Colors\r\n"two\nlines",Misc\r\n\r\n',
@@ -111,6 +112,7 @@ REFUSED = {  # file -> its bytes, and words besides its name
     "endless.txt": (b"a " * 60_000, "line 1", "119,999 characters"),
     "unseen.txt": ("a\n\u200b\ufeff\n".encode(), "line 2", "empty prompt"),
     "quoted.csv": (b'"prompt";"kind"\n"a, b";"c"\n', "line 1", "';' separates"),
+    "windows.csv": (b'"id";"prompt"\r\n"1";"a, b"\r\n', "line 1", "';' separates"),
     "tabs.csv": (b"id\tprompt\n1\ta\n", "line 1", "separates"),
 }
 

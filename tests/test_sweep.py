@@ -52,9 +52,10 @@ def test_what_no_run_could_be_started_with_is_refused(tmp_path):
         ("key twice", lambda: parsed(*vary, "seed=1", "--vary", "seed=2", SCRIPT), ["names a setting twice"]),
         ("run_name", lambda: parsed(*vary, "run_name=a", SCRIPT), ["--vary run_name would be ignored"]),
         ("its flag", lambda: parsed(*vary, "seed=1", SCRIPT, "--config.output_dir=x"), ["output_dir would be ignored"]),
-        ("no script", lambda: parsed(*vary, "seed=1", "nowhere.py"), ["nowhere.py is no script"]),
-        ("gpus", lambda: parsed("--gpus=0", "--ranks=2", *vary, "seed=1", SCRIPT), ["--ranks 2", "there are 1"]),
+        ("no script", lambda: parsed(*vary, "seed=1", "nowhere.py"), ["nowhere.py is no file"]),
+        ("gpus", lambda: parsed("--gpus=0", "--ranks=2", *vary, "seed=1", SCRIPT), ["--ranks 2", "this sweep has 1"]),
         ("ranks", lambda: parsed("--ranks=0", *vary, "seed=1", SCRIPT), ["--ranks is 0"]),
+        ("slurm", lambda: parsed("--slurm", "--gpus=0", *vary, "seed=1", SCRIPT), ["ignored with --slurm"]),
         (
             "a blank",
             lambda: sweep.main(parsed("--slurm", *vary, "train.adam_betas=(0.9, 0.99)", SCRIPT)),
@@ -109,7 +110,7 @@ def test_a_sweep_says_which_runs_fail_and_an_interrupted_one_goes_on(shallow, tm
         os.kill(process.pid, signal.SIGTERM)
     stopped = process.done()
     assert stopped.returncode == signals.STATUS, stopped.stdout + stopped.stderr
-    assert stopped.stdout.endswith("the same command goes on\n")
+    assert stopped.stdout.endswith("the same command continues the sweep\n")
     assert "adv_clip_max_-1" not in stopped.stdout, "nothing more is started"
     newest = checkpoints.find_newest(out / "adv_clip_max_5" / "checkpoints")
     completed = checkpoints.read_progress(newest).epoch
@@ -118,7 +119,7 @@ def test_a_sweep_says_which_runs_fail_and_an_interrupted_one_goes_on(shallow, tm
     assert ended.returncode == 1, ended.stderr
     assert "adv_clip_max_5: has ended\n" in ended.stdout
     assert "adv_clip_max_-1: stopped with status 2, train_qwenimage.py: config.train.adv_clip_max" in ended.stdout
-    assert "1 runs have failed: adv_clip_max_-1; the same command tries them again" in ended.stdout
+    assert "failed: adv_clip_max_-1; the same command tries them again" in ended.stdout
     assert (out / "report.html").exists()
 
 

@@ -34,6 +34,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and mista
     args = command_line.arguments(parser())
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.prompt import is_blank
 from flow_grpo.data import prompt_files
 
 SPLITS = ("test", "validation", "train")
@@ -57,7 +58,7 @@ def split(prompts: Iterable[dict], num_test: int, num_validation: int, longest: 
     unique = {}
     for row in prompts:
         text = " ".join(row["prompt"].split())
-        if text and (not longest or len(text) <= longest):
+        if not is_blank(text) and (not longest or len(text) <= longest):
             unique.setdefault(text, row | {"prompt": text})
     if len(unique) <= num_test + num_validation:
         raise UserError(f"{len(unique)} prompts are too few for {num_test} test and {num_validation} validation ones")

@@ -1,6 +1,7 @@
 """Prompts, which ask for an image by a text, and for an edit by the images to be edited as well."""
 
 import hashlib
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +16,8 @@ from flow_grpo.base.formatting import in_one_line, quoted
 
 Result = TypeVar("Result")
 Source = Path | Image.Image  # an image to be edited
+
+INVISIBLE = ("Cc", "Cf", "Zs", "Zl", "Zp")  # categories of characters
 
 
 @dataclass(frozen=True)
@@ -91,3 +94,8 @@ def _read_source(read: Callable[[Any], Result], source: Source, place: str) -> R
         return read(source)
     except pictures.Unreadable as error:
         raise UserError(f"{place}:{name} {error}") from error
+
+
+def is_blank(text: str) -> bool:
+    """Return whether a text shows nothing: no letter, or only such as have no width."""
+    return all(unicodedata.category(letter) in INVISIBLE for letter in text.strip())

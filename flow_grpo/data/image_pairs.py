@@ -17,6 +17,7 @@ from flow_grpo.base import folders, pictures
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.base.pixels import from_picture
+from flow_grpo.base.prompt import is_blank
 from flow_grpo.data.parquet import RowGroup, open_parquet, read_columns, row_groups
 from flow_grpo.data.prompt_files import parse_line, read_lines
 from flow_grpo.data.prompts import source_paths
@@ -234,7 +235,7 @@ def _problem_of_row(row: dict[str, Any], prompt: str, images: tuple[str, str]) -
     first, second = (pictures.upright(row[name]) for name in images)
     if first == second:
         return f"{images[0]!r} and {images[1]!r} are one image"
-    if not (row[prompt] or "").strip():
+    if is_blank(row[prompt] or ""):
         return f"{prompt!r}: the prompt is empty"
     return ""
 
@@ -302,7 +303,7 @@ def has_preference(row: dict[str, Any]) -> bool:
 
 def load_pair(row: dict[str, Any], size: Size) -> tuple[Tensor, Tensor]:
     """Return winner and loser, [3, height, width] float32 in [0, 1] each. Raises Dropped."""
-    if not row["prompt"].strip():
+    if is_blank(row["prompt"]):
         raise Dropped("empty prompt")
     if not has_preference(row):
         raise Dropped(NO_PREFERENCE)

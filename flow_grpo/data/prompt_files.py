@@ -171,7 +171,7 @@ def _check_is_text(path: Path, first_line: str) -> None:
         ending = ".jsonl"
     elif CODE.fullmatch(first_line):
         raise UserError(
-            f"{in_one_line(path)} begins as Python or YAML does ({quoted(first_line)}): keep the prompts alone"
+            f"{in_one_line(path)} begins as Python or YAML does ({quoted(first_line)}): keep only its prompts"
         )
     else:
         return
@@ -201,10 +201,10 @@ def _read_json_lines(path: Path, column: str) -> list[Row]:
         place = f"{path}, line {number}"
         if not line.strip():
             raise UserError(f"{place}: an empty line; each needs an object with a prompt")
-        if number == 1 and _goes_on(line):
+        if number == 1 and _goes_on(line) and not _is_json(line, object):
             raise UserError(
-                f"{place}: {quoted(line)} goes on in the next line; here a line is a whole object. A list of objects "
-                "may be written so in a file whose name ends in .json"
+                f"{place}: {quoted(line)} goes on in the next line, but each line of a .jsonl is a whole JSON object; "
+                "a list over several lines belongs into a file whose name ends in .json"
             )
         entries.append(_Entry(place, parse_line(line, place), line))
     return _rows_of_entries(entries, column)
@@ -214,7 +214,7 @@ def _goes_on(line: str) -> bool:
     """Return whether a list or an object begins in a line, and does not end there."""
     ends = {"[": "]", "{": "}"}
     end = ends.get(line.lstrip()[:1])
-    return end is not None and not line.rstrip(", ").endswith(end)
+    return end is not None and not line.rstrip(", \t").endswith(end)
 
 
 def _read_json(path: Path, column: str) -> list[Row]:
@@ -296,7 +296,7 @@ def _check_separator(path: Path, first_line: str, separator: str) -> None:
     if separator in first_line:
         return
     for other in (";", "\t", ","):
-        names = [name.strip(' "') for name in first_line.split(other)]
+        names = [name.strip(' "') for name in first_line.strip().split(other)]
         if len(names) > 1 and _named_as(names, PROMPT + CAPTION):
             raise UserError(
                 f"{path}, line 1: {quoted(other)} separates the columns of {quoted(first_line.strip())}; in a .csv a "

@@ -1,7 +1,6 @@
 """The prompts of a data set, and which of them an epoch draws on which rank."""
 
 import math
-import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,16 +12,15 @@ from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.base import folders, locations, rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
-from flow_grpo.base.prompt import Prompt, picture_size
+from flow_grpo.base.prompt import Prompt, is_blank, picture_size
 from flow_grpo.data import prompt_files
 from flow_grpo.data.prompt_files import Row
 
 SPLITS = ("train", "validation", "test")
 DATASET = "config.dataset"  # the setting that names a data set, unless a flag does
 SAVED_DATASET = {"dataset_info.json", "dataset_dict.json"}  # names of files that `datasets` writes
-LONGEST = 100_000  # characters of a prompt: none of the models reads a hundredth of them
+LONGEST = 100_000  # characters of a prompt: far more than any model reads
 ADDRESSES = ("http://", "https://", "data:")
-INVISIBLE = ("Cc", "Cf", "Zs", "Zl", "Zp")  # categories of characters
 
 
 class Split(NamedTuple):
@@ -124,7 +122,7 @@ def load_file(path: Path) -> list[Prompt]:
 def _prompt_of(row: Row, folder: Path) -> Prompt:
     """Raises UserError for a blank or endless prompt, a "tag" that is no text of one line, and missing sources."""
     text = row.text.strip()
-    if all(unicodedata.category(letter) in INVISIBLE for letter in text):
+    if is_blank(text):
         raise UserError(f"{row.place}: empty prompt")
     # To count the tokens of such a text takes minutes.
     if len(text) > LONGEST:

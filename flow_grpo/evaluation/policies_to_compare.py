@@ -18,10 +18,12 @@ READ = (
     *("model_class", "dataset", "reward_fn", "height", "width", "text_tokens"),
     *("precision", "base_precision", "vae_precision", "vae_batch_size"),
     *(f"eval.{key}" for key in ("rewards", "num_prompts", "noises_per_prompt", "num_steps")),
-    *("eval.guidance_scale", "eval.batch_size", "eval.image_format"),
+    *("eval.guidance_scale", "eval.batch_size"),
     *(setting.key for setting in table.SETTINGS if setting.section == "reward"),
 )
 OF_A_RUN = ("model", "lora.rank", "lora.alpha", *READ)
+# What the command line alone says: a run that saves images does not make each later evaluation save them.
+OF_THE_COMMAND = ("eval.save_images", "eval.image_format")
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def _candidate_of_run(name: str, run_folder: Path, weights: str) -> Candidate:
         best_folder = best.find_best(run_folder)
         chosen = best.read_best(run_folder)
         if best_folder is None or chosen is None:
-            raise UserError(f"{name!r} has no best evaluation; take --weights last")
+            raise UserError(f"{name!r} has no best evaluation; take its last weights (--weights last)")
         folder = best_folder
         label = f"best, epoch {chosen.epoch}"
     if config.lora.rank:

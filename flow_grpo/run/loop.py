@@ -204,4 +204,6 @@ def conclude_after_signal(run: Run) -> str:
         has_completed_weights = not has_moved or go_back_to_epoch_start(run)
         if run.epoch > run.saved_epoch and has_completed_weights and not is_sharded:
             save(run)
+        if 0 < run.saved_epoch < run.epoch:
+            dropped += f"; no checkpoint holds what followed epoch {run.saved_epoch}"
     return f"stopped by {name} after {run.epoch} epochs{dropped}; {folders.resume_hint(run.folder)}"

@@ -99,6 +99,7 @@ def _go_on(config: Config, folder: Path, path: Path, parent: Path | None, prompt
     epoch = checkpoints.read_progress(checkpoint).epoch
     file = checkpoint / "config.json"
     stored = folders.read_json(file)
+    # Before `changes`, which fills what older settings lack into `stored`.
     rescheduled = _rescheduled(stored, config)
     changed = stored_config.changes(stored, config.to_dict(), file)
     kept = _kept_settings(config, parent, changed)
@@ -159,10 +160,12 @@ def _compared_inputs(
 
 
 def check_places(config: Config) -> None:
-    """Raise UserError where a run could neither make its folder nor find the checkpoint that it is to go on from.
-    Makes and locks nothing."""
-    for key, value in (("output_dir", config.output_dir), ("cache_dir", config.cache_dir)):
-        folder = Path(value).absolute()
+    """Raise UserError where a run could not make its folder or its cache, or not find the checkpoint that it is to go
+    on from. Makes and locks nothing."""
+    run_folder = Path(config.output_dir, config.run_name or config.name)
+    for key, wanted in (("output_dir", run_folder.parent), ("cache_dir", Path(config.cache_dir))):
+        value = getattr(config, key)
+        folder = wanted.absolute()
         while not os.path.lexists(folder):
             folder = folder.parent
         if not folder.is_dir():

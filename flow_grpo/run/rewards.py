@@ -304,9 +304,9 @@ def unbalanced(figures: dict[str, float], weights: dict[str, float]) -> str:
     if spreads[strongest] < UNBALANCED * spreads[weakest] or not spreads[strongest]:
         return ""
     return (
-        f"times its weight, the reward {strongest} spreads {spreads[strongest]:.2g} within groups, {weakest} "
-        f"{spreads[weakest]:.2g}: the sum teaches {strongest} nearly alone. Other weights in reward_fn balance them, "
-        "and train.reward_aggregation 'gdpo' does without weights"
+        f"within groups the reward {weakest}, times its weight, has a standard deviation of {spreads[weakest]:.2g}, "
+        f"and {strongest} one of {spreads[strongest]:.2g}: the sum hardly teaches {weakest}. Change the weights in "
+        "reward_fn, or set train.reward_aggregation to 'gdpo', which compares each reward by itself"
     )
 
 

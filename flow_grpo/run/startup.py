@@ -55,8 +55,8 @@ def start(
     trackers.check_logger(settings.logger)
     family = model_classes.resolve(settings.model, settings.model_class)
     settings = model_classes.with_digest(settings, family)
-    texts = _check_files(settings, family, stored_prompts)
     resume.check_places(settings)
+    texts = _check_files(settings, family, stored_prompts)
     if settings.dry_run:
         _end_dry_run(_planned(settings, script, family, texts, settings.dry_run), len(extra_policies))
     ranks = _join_ranks(settings)
@@ -210,7 +210,7 @@ def _load_frozen(experiment: Experiment, device: torch.device) -> tuple[FlowMode
 def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
     """Raise UserError unless everything that the config names is there and fits. Returns the prompts."""
     load_weights.check_model(config.model, config.lora, family)
-    if config.cache_dir:
+    if config.cache_dir and not config.dry_run:
         folders.make_folder(Path(config.cache_dir), "config.cache_dir")
     if config.sample.text_multiple and not family.CUTS_PADDING:
         raise UserError(

@@ -327,11 +327,11 @@ class Eval(Section):
     """Rows per forward and GPU."""
 
     save_images: int = setting(0, unit="prompts", min=0, resumable=True)
-    """Validation prompts, at most, evenly spread, whose images are written at full size into images/eval_EPOCH/, with a
-    table of prompts, noises and scores."""
+    """Number of validation prompts, evenly spread, whose images each evaluation writes at full size into
+    images/eval_EPOCH/, with a table of prompts, noises and scores; 0 = none."""
 
     image_format: Literal["png", "jpg", "webp"] = setting("png", resumable=True, when=(("eval.save_images",),))
-    """Format of these files: png loses nothing; jpg and webp have quality 95."""
+    """Format of the images of eval.save_images: png loses nothing; jpg and webp have quality 95."""
 
 
 @dataclass(frozen=True)
@@ -404,8 +404,8 @@ class Config(Section):
     """Stop after the first epoch that ends more than this many hours after the run began; 0 = no limit."""
 
     signal_grace_s: float = setting(25.0, unit="s", min=0, resumable=True)
-    """Time from a signal that asks the run to end until its epoch must have ended; if it will not, it is dropped.
-    Saving follows. Below torchrun's 30 s, or what the scheduler is told to leave."""
+    """Time from a signal that asks the run to end within which the epoch must end; an epoch that would take longer is
+    dropped. Saving follows. Below torchrun's 30 s, or what the scheduler is told to leave."""
 
     save_freq: int = setting(10, unit="epochs", min=0, resumable=True)
     """Save a checkpoint every N epochs, and after the last; 0 = only after the last."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import diffusers
 import torch
@@ -161,7 +161,7 @@ def _check_settings(path: Path) -> None:
 
 
 def _json_problem(path: Path) -> str:
-    """Return why a file is no JSON object, or no settings of a model of a possible size, "" if it is."""
+    """Return why a file is no JSON object, or the settings of a part too deep to be one, "" if it is neither."""
     try:
         # As diffusers reads it. From bytes, json would take a byte order mark and UTF-16, too.
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -169,8 +169,13 @@ def _json_problem(path: Path) -> str:
         return f"is no JSON: {in_one_line(error)}"
     if not isinstance(stored, dict):
         return "holds no JSON object"
-    # Modules are made before any of the file's names can be compared with them: a damaged number would take hours.
-    for name, value in stored.items():
+    return _depth_problem(stored) if path.name == "config.json" else ""
+
+
+def _depth_problem(config: dict[str, Any]) -> str:
+    """Return why a part cannot have the layers of its config, "" if it can. Modules are made before any of the weights'
+    names can be compared with them: a damaged number would take hours."""
+    for name, value in config.items():
         if name.endswith("_layers") and isinstance(value, int) and value > MOST_LAYERS:
             return f"has {name} = {quoted(value)}; no model has more than {MOST_LAYERS} layers"
     return ""

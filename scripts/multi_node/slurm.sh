@@ -23,7 +23,10 @@ export NODES="$SLURM_NNODES" GPUS="${SLURM_GPUS_ON_NODE:-8}" RUN_ID="$SLURM_JOB_
 HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):${PORT:-29500}"
 export HEAD
 
-SCRIPT="$CHECKOUT/$1"
+case "$1" in
+    /*) SCRIPT="$1" ;;
+    *) SCRIPT="$CHECKOUT/$1" ;;
+esac
 SETTINGS=(--config.resume_from=latest --config.signal_grace_s=270 "${@:2}")
 if [ -n "$SWEEP" ]; then
     read -r -a LINE < <(sed -n "${SLURM_ARRAY_TASK_ID}p" "$SWEEP")
