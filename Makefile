@@ -20,7 +20,7 @@ ISAS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=
 	MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=2 \
 	"OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ATEN_CPU_CAPABILITY=default"
 
-.PHONY: demo test quick coverage test-isa test-kernels test-gpu check docs learn bench lock dist test-versions install
+.PHONY: demo test test-all quick coverage test-isa test-kernels test-gpu check docs learn bench lock dist test-versions install
 
 demo: .venv/ready  ## DiffusionNFT on the shipped tiny model; ARGS="--config.seed=7"
 	$(DEMO) $(ARGS)
@@ -29,13 +29,16 @@ demo: .venv/ready  ## DiffusionNFT on the shipped tiny model; ARGS="--config.see
 
 install: .venv/ready  ## the environment alone
 
-test: .venv/ready  ## ARGS="tests/test_losses.py -x", or ARGS="-n 0" for one process
+test: .venv/ready  ## all but those marked slow; ARGS="tests/test_losses.py -x", or ARGS="-n 0" for one process
+	OMP_NUM_THREADS=1 $(TEST) -m "not slow" $(ARGS)
+
+test-all: .venv/ready  ## all tests, those of combinations of features, too
 	OMP_NUM_THREADS=1 $(TEST) $(ARGS)
 
 quick: .venv/ready  ## closed forms, golden numbers, plans, settings, imports: nothing that trains or starts a process
-	OMP_NUM_THREADS=1 $(TEST) -m "not slow" $(QUICK:%=tests/test_%.py) $(ARGS)
+	OMP_NUM_THREADS=1 $(TEST) $(QUICK:%=tests/test_%.py) $(ARGS)
 
-coverage: .venv/ready  ## which lines the tests run, those of their processes too; longer than `make test`. ARGS="tests/test_losses.py"
+coverage: .venv/ready  ## which lines the tests run, those of their processes too; longer than `make test-all`. ARGS="tests/test_losses.py"
 	OMP_NUM_THREADS=1 $(TEST) --cov --cov-report=term:skip-covered $(ARGS)
 
 test-isa: .venv/ready  ## the tests that compare floats, under every instruction set that the libraries can be held to

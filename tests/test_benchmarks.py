@@ -181,6 +181,7 @@ def narrow_clip():
     return CLIPModel(CLIPConfig(text_config=text, vision_config=sizes | dict(patch_size=32), projection_dim=32))
 
 
+@pytest.mark.slow
 def test_scaling_measures_what_its_file_lacks_and_the_hidden_share_of_a_reward(tmp_path, monkeypatch, capsys):
     """On the CPU, for a host of three: two draw and the third one scores."""
     tiny = "sample.num_images_per_prompt=2 sample.batch_size=2 sample.sde_window_size=0"

@@ -562,7 +562,9 @@ def test_public_ci_runs_the_same_script_on_the_oldest_and_the_newest_python_and_
     (job,) = workflow["jobs"].values()
     pythons = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
     assert job["strategy"]["matrix"]["python"] == [pythons[0], pythons[-1]]
-    assert job["steps"][-1] == {"run": ".ci/run"}
+    always, once_merged = job["steps"][-2:]
+    assert always == {"run": ".ci/run"}
+    assert once_merged == {"if": "github.event_name == 'push'", "run": 'make test-all ARGS="-m slow"'}
     assert workflow["permissions"] == {"contents": "read"}
     assert "secrets" not in str(workflow)
 

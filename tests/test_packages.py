@@ -195,6 +195,7 @@ def test_a_wheel_holds_every_module_the_tiny_model_and_the_shapes(wheel):
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"flow_grpo"}
 
 
+@pytest.mark.slow
 def test_an_installed_package_runs_the_scripts_and_configs_that_it_carries(wheel, tmp_path):
     wheel.extractall(tmp_path / "site")
     run_folder = tmp_path / "runs"

@@ -90,6 +90,7 @@ def test_pairs_are_drawn_with_fast_products_where_these_are_asked_for():
     assert 0 < (latents("fp8") - latents("exact")).abs().mean() < 0.1
 
 
+@pytest.mark.slow
 def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(shallow, tmp_path):
     """Bit for bit; its LoRA file names the base, and scores otherwise on the full one."""
     how = dict(FEW, base_precision="nf4", lora__rank=32, save_freq=1)

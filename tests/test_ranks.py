@@ -72,10 +72,10 @@ def offline_wandb(name, output_dir, **how):
 @pytest.mark.parametrize(
     ("name", "start", "how"),
     [
-        ("shapes_qwenimage", by_torchrun, {}),
+        pytest.param("shapes_qwenimage", by_torchrun, {}, marks=pytest.mark.slow),
         ("shapes_qwenimage_pr", offline_wandb, dict(sample__num_branches=6)),  # which leave no slot empty
-        ("shapes_qwenimage_nft", offline_wandb, {}),
-        ("shapes_qwenimage_dpo,online", offline_wandb, ONLINE),
+        pytest.param("shapes_qwenimage_nft", offline_wandb, {}, marks=pytest.mark.slow),
+        pytest.param("shapes_qwenimage_dpo,online", offline_wandb, ONLINE, marks=pytest.mark.slow),
     ],
     ids=["window, by torchrun", "branches", "NFT", "online DPO"],
 )
@@ -107,7 +107,7 @@ def assert_complete(folder, evaluated):
     assert [row["epoch"] for row in lines_of(folder, "eval")] == evaluated
 
 
-@pytest.mark.parametrize("variants", [",flash", ",fast"])
+@pytest.mark.parametrize("variants", [",flash", pytest.param(",fast", marks=pytest.mark.slow)])
 def test_sharded_ranks_that_need_unequally_many_forwards_wait_for_each_other(variants, shallow, tmp_path):
     """Windows of their own (a batch is a block) leave one rank more solver steps, or more to share, than the other.
     Groups whose images score alike are left out of the mean over both ranks."""
@@ -124,6 +124,7 @@ def test_sharded_ranks_that_need_unequally_many_forwards_wait_for_each_other(var
         assert forwards_of(one) == forwards_of(two), "what a rank does while it waits is not counted"
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path):
     """Moving windows, groups over several batches that share a noise, diversity over all ranks, signs of health."""
     name = "shapes_qwenimage,mixgrpo,flash,fast,guard"
@@ -153,7 +154,7 @@ def test_a_rank_without_a_score_gathers_the_names_of_the_others(tmp_path):
             assert line[f"{prefix}/brightness_half"] == 0.5
 
 
-@pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
+@pytest.mark.parametrize("rank", [4, pytest.param(0, marks=pytest.mark.slow)], ids=["LoRA", "full weights"])
 def test_two_sharded_ranks_read_the_pairs_of_one(rank, pairs, tmp_path):
     """Replicated references, of LoRA and of full weights, are online DPO's and DiffusionNFT's, above."""
     name = "shapes_qwenimage_dpo"
@@ -163,6 +164,7 @@ def test_two_sharded_ranks_read_the_pairs_of_one(rank, pairs, tmp_path):
     assert_same(one, on_two_ranks(name, tmp_path / "shard", fsdp__mode="shard", **how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
