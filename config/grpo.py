@@ -273,6 +273,14 @@ def dppo(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def rsm(config: ConfigDict) -> ConfigDict:
+    """Reward score matching (arXiv:2604.17415): a hinge on the log-ratio, in the unit of each step's variance."""
+    config.train.objective = "rsm"
+    config.train.clip_std_exponent = 2.0
+    config.train.clip_range = 3e-5
+    return config
+
+
 def distill(config: ConfigDict) -> ConfigDict:
     """On-policy distillation (arXiv:2306.13649): noise in all steps; an adapter learns from `train.teachers`."""
     defaults = default_config()
@@ -328,6 +336,7 @@ VARIANTS = (
     fast,
     guard,
     dppo,
+    rsm,
     variants.large_gpu,
     eight_bit_base,
     variants.four_bit_base,

@@ -85,8 +85,9 @@ def runs_of(file):
 BASES = (",eight_bit_base", ",large_gpu,eight_bit_base", ",large_gpu,four_bit_base", ",four_bit_base")
 FORWARD = ",dgpo", ",dgpo,smoke", ",large_gpu,dgpo", ",long,elbo", ",elbo,smoke"
 GPUS = ",large_gpu", ",large_gpu,smoke"
+NOISY = ",guard", ",dppo", ",rsm"
 VARIANTS = {
-    "grpo": ("", ",smoke", ",guard", ",dppo", ",mixgrpo,flash", ",fast,smoke", ",large_gpu,distill", *GPUS, *BASES),
+    "grpo": ("", ",smoke", *NOISY, ",mixgrpo,flash", ",fast,smoke", ",large_gpu,distill", *GPUS, *BASES),
     "nft": ("", ",smoke", ",flash", ",awm", ",awm,smoke", *FORWARD, *GPUS, *BASES),
     "dpo": ("", ",smoke", ",online", ",online,smoke"),
 }
@@ -111,7 +112,7 @@ def test_every_run_passes_its_own_scripts_checks():
             with pytest.raises(ValueError, match="this script would ignore it"):
                 checks.check(config, checks.PR)
             continue
-        if variant in (",guard", ",dppo"):
+        if variant in NOISY:
             config.sample.sde_type = config.sample.sde_type.replace("cps", "cps_gaussian")
         checks.check(config, CHECKS[config.algorithm])
         policies.check_lora(config.lora)

@@ -116,6 +116,39 @@ def test_dppo_stops_the_rows_whose_step_has_gone_too_far_the_right_way():
     torch.testing.assert_close(learned.grad, -advantages * ratio * ~stops, rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("exponent", [0.0, 2.0])
+def test_rsm_is_a_hinge_on_what_the_change_of_the_velocity_does_to_the_noise(exponent):
+    """The published form is max(0, c|A| + A (mean (w dv)^2 / 2 + mean(w dv noise))): a step's mean is linear in the
+    velocity, with a slope of -w s, and the noise is that of the rollout."""
+    stream = torch.Generator().manual_seed(0)
+    old_mean, noise, change = torch.randn(3, 12, 4, 5, generator=stream, dtype=torch.float64)
+    advantages = torch.randn(12, generator=stream, dtype=torch.float64).clamp(-1, 1)
+    advantages[3] = 0.0
+    std = torch.linspace(0.1, 0.9, 12, dtype=torch.float64)
+    slope = torch.linspace(-0.3, -0.1, 12, dtype=torch.float64).view(-1, 1, 1)
+    outcome = old_mean + std.view(-1, 1, 1) * noise
+
+    def log_prob(mean):
+        return torch.distributions.Normal(mean, std.view(-1, 1, 1)).log_prob(outcome).mean((1, 2))
+
+    learned = log_prob(old_mean + slope * change).requires_grad_()
+    step = SimpleNamespace(log_prob=learned, transition_std=std.view(12, 1, 1))
+    rows = SimpleNamespace(log_probs=log_prob(old_mean))
+    train = Train(clip_range=0.02, clip_std_exponent=exponent)
+    found = OBJECTIVES["rsm"].function(step, rows, advantages, train)
+
+    weighted = slope / -std.view(-1, 1, 1) * change
+    inner = weighted.square().mean((1, 2)) / 2 + (weighted * noise).mean((1, 2))
+    unit = std**exponent
+    published = (0.02 * advantages.abs() + advantages * inner * unit).clamp(min=0)
+    torch.testing.assert_close(found.loss.detach(), published / unit, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.log_ratio.detach(), -inner * unit, rtol=1e-9, atol=1e-12)
+    goes_on = published > 0
+    assert 0 < goes_on.sum() < 11
+    found.loss.sum().backward()
+    torch.testing.assert_close(learned.grad, -advantages * goes_on, rtol=1e-9, atol=0)
+
+
 def golden_step(beta="1.0"):
     """Images with their velocities, which take gradients, and their advantages: golden numbers, float64."""
     x_0 = golden(f"nft/{beta}/x0")

@@ -31,8 +31,12 @@ RUNS = {  # script -> its runs, which have all that it can do switched on betwee
         (WINDOW, TWO | KL | dict(sample__scouts_per_image=2, sample__flash_ratio=0.5)),
         (f"{WINDOW},dppo", ONE | dict(sample__sde_window_size=0)),
         (f"{WINDOW},guard", ONE),
+        (f"{WINDOW},rsm", ONE),
     ],
-    table.PR: [(BRANCHES, TWO | KL), (f"{BRANCHES},dppo", ONE), (f"{BRANCHES},guard", ONE)],
+    table.PR: [
+        (BRANCHES, TWO | KL),
+        *((f"{BRANCHES},{name}", ONE) for name in ("dppo", "guard", "rsm")),
+    ],
     table.NFT: [
         (NFT, TWO | dict(sample__scouts_per_image=2)),
         *((f"{NFT},{name}", ONE) for name in ("awm", "dgpo", "elbo")),

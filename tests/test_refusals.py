@@ -73,6 +73,8 @@ TRAINING = {  # a script's run -> its rows
         no("cache_dir", "/dev/null is no folder", cache_dir="/dev/null/x", base_precision="nf4"),
         no("sde_type 'cps'", "'cps_gaussian'", sample__sde_type="cps", train__objective="guard"),
         no("sde_type 'cps'", "'cps_gaussian'", sample__sde_type="cps", train__objective="dppo"),
+        no("sde_type 'cps'", "'cps_gaussian'", sample__sde_type="cps", train__objective="rsm"),
+        no("clip_std_exponent is 2.0", "objective 'clip'", train__clip_std_exponent=2.0),
         no("clip_range is 0.001", "objective 'dppo'", train__clip_range=1e-3, train__objective="dppo"),
         no("kl_limit is 0.1", "objective 'clip'", train__kl_limit=0.1),
         no("train.guidance_scale is 2.0", "old_log_prob 'recompute'", train__guidance_scale=2.0),

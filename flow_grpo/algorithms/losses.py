@@ -81,6 +81,12 @@ def dppo_surrogate(
     return dppo_loss(log_prob - old_log_prob, kl, advantages, kl_limit)
 
 
+def rsm_loss(log_ratio: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """Matching loss of reward score matching (RSM, arXiv:2604.17415), [B]: max(0, |A| c - A log_ratio), a hinge on the
+    log-ratio [B]. A row pushes its log-ratio the way A points, until that is c."""
+    return F.relu(clip_range * advantages.abs() - advantages * log_ratio)
+
+
 def dppo_loss(log_ratio: Tensor, kl: Tensor, advantages: Tensor, kl_limit: float) -> Tensor:
     """Return -advantage * ratio [B], without a gradient where the step's KL(new || old) is over `kl_limit` and the
     ratio has moved the way the advantage pushes.

@@ -63,6 +63,14 @@ def dppo(step: SDEStep, rows: StepRows, advantages: Tensor, train: Train) -> Sur
     return Surrogate(loss, log_ratio, beyond=kl > train.kl_limit)
 
 
+def rsm(step: SDEStep, rows: StepRows, advantages: Tensor, train: Train) -> Surrogate:
+    """Hinge on the log-ratio, in units of a power of the step's std (reward score matching, arXiv:2604.17415)."""
+    unit = step.transition_std.flatten() ** train.clip_std_exponent
+    log_ratio = (step.log_prob - rows.log_probs) * unit
+    loss = losses.rsm_loss(log_ratio, advantages, train.clip_range) / unit
+    return Surrogate(loss, log_ratio)
+
+
 # Objectives of finished images on the forward process: (step, advantages, train). Each bounds its advantages [R].
 
 

@@ -95,6 +95,12 @@ OBJECTIVES = {
         SURROGATES + "guard", "GRPO-Guard (arXiv:2510.22319)", reads=("clip_range",), check=needs_gaussian
     ),
     "dppo": Objective(SURROGATES + "dppo", "Flow-DPPO (arXiv:2606.11025)", reads=("kl_limit",), check=needs_gaussian),
+    "rsm": Objective(
+        SURROGATES + "rsm",
+        "reward score matching (arXiv:2604.17415)",
+        reads=("clip_range", "clip_std_exponent"),
+        check=needs_gaussian,
+    ),
 }
 FORWARD_OBJECTIVES = {
     "nft": Objective(SURROGATES + "nft", "DiffusionNFT (arXiv:2509.16117)", reads=("nft_beta",)),

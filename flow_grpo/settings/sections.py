@@ -199,6 +199,10 @@ class Train(Section):
     forward_objective: str = setting("nft", choices=FORWARD_OBJECTIVES, used_by=(NFT,), read_in="add_gradients")
     """Loss of finished images that are noised afresh."""
 
+    clip_std_exponent: float = setting(0.0, min=0, max=10, used_by=RATIO, read_in="add_gradients")
+    """Power of the step's standard deviation by which the log-ratio is multiplied before it is clipped; 0 = none, 2 =
+    published."""
+
     old_log_prob: Literal["rollout", "recompute"] = setting("rollout", used_by=RATIO)
     """Old log-prob of the ratio: the rollout's, or recomputed by one extra forward per row."""
 
