@@ -161,6 +161,31 @@ def elbo(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def ram(config: ConfigDict) -> ConfigDict:
+    """RAM (arXiv:2605.10759): flow matching weighted by signed rewards, on images of the present policy."""
+    config.train.forward_objective = "ram"
+    config.train.old_decay_schedule = 0.0
+    config.train.beta = 1.0
+    config.train.updates_per_epoch = 1
+    return config
+
+
+def crd(config: ConfigDict) -> ConfigDict:
+    """CRD (arXiv:2603.14128): the log-ratio to a lagging policy is fitted to rewards, within groups."""
+    config.train.forward_objective = "crd"
+    config.train.old_decay_schedule = 3.0
+    config.train.sampler_decay_schedule = 2.0
+    config.train.beta = 0.1
+    config.train.adaptive_beta = True
+    # Held to the guided reference, unless the run has chosen another scale.
+    config.train.reference_guidance_scale = config.train.reference_guidance_scale or 4.5
+    config.train.shared_noise = True
+    config.train.updates_per_epoch = 1
+    # Whole groups, and whole batches of the rollout.
+    config.sample.batch_size = math.lcm(config.sample.batch_size, config.sample.num_images_per_prompt)
+    return config
+
+
 def eight_bit_base(config: ConfigDict) -> ConfigDict:
     """Frozen weights in 8 bits. All products are exact, since the loss learns from the images themselves."""
     config.base_precision = "fp8_weights"
@@ -193,6 +218,8 @@ VARIANTS = (
     variants.four_bit_base,
     dgpo,
     elbo,
+    ram,
+    crd,
     variants.smoke,
 )
 

@@ -39,15 +39,18 @@ from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 
 # The policy that samples: an average of the trained one's past.
 OLD = "old"
+# Another such average, which samples in its place where train.sampler_decay_schedule asks for it.
+SAMPLER = "sampler"
 
 
 @declared.ours("rollout")
 def rollout(run: Run, epoch: int) -> tuple[FinishedImages, list[rewards.Submitted]]:
-    """Sample with the old policy, without noise, and draw the timesteps at which each image will be trained. Returns
-    both, and the images that are being scored."""
+    """Sample without noise, with the old policy or the sampler, and draw the timesteps at which each image will be
+    trained. Returns both, and the images that are being scored."""
     stored = []
     submitted = []
-    with run.extra_policies[OLD].applied():
+    sampler = run.extra_policies.get(SAMPLER, run.extra_policies[OLD])
+    with sampler.applied():
         # With sample.scouts_per_image, cheap images choose the noises that the epoch's images start from.
         noise_indices = rewards.scout(run, epoch, without_noise)
         for batch, samples in sample_epoch(run, epoch, without_noise, noise_indices=noise_indices):
@@ -96,16 +99,19 @@ def draw_noise(run: Run, rows: ImageRows) -> Tensor:
     return rng.normal(rows.x_0.shape[1:], generators, run.device)
 
 
-def frozen_velocities(run: Run, rows: ImageRows, x_t: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Velocities of the old policy and of the reference (None where train.beta is 0).
+def frozen_velocities(run: Run, rows: ImageRows, x_t: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Velocities of the old policy (None where the objective does not read it) and of the reference (None where
+    train.beta is 0).
 
     Call it before the trained policy's forward: it swaps weights in place, which that policy's graph would not survive.
     """
     scale = run.update_guidance
+    old = None
     reference = None
     with torch.no_grad():
-        with run.extra_policies[OLD].applied():
-            old = run.velocity(x_t, rows.timesteps, rows.condition, scale)
+        if FORWARD_OBJECTIVES[run.config.train.forward_objective].old_policy:
+            with run.extra_policies[OLD].applied():
+                old = run.velocity(x_t, rows.timesteps, rows.condition, scale)
         if run.reference:
             with run.reference.applied():
                 reference = run.velocity(x_t, rows.timesteps, rows.condition, run.reference.guidance(scale))
@@ -123,6 +129,8 @@ def add_gradients(run: Run, rows: ImageRows) -> None:
     x_t = noised(rows.x_0, noise, rows.timesteps)
     old, reference = frozen_velocities(run, rows, x_t)
     velocity = run.velocity(x_t, rows.timesteps, rows.condition, run.update_guidance)
+    if old is None:
+        old = velocity.detach()
     step = ForwardStep(
         velocity=velocity,
         old_velocity=old,
@@ -144,7 +152,11 @@ def add_gradients(run: Run, rows: ImageRows) -> None:
     run.meter.add(policy_loss=loss, old_distance=old_distance, **surrogate.metrics)
     record_by_step(run, rows, policy_loss=loss, old_distance=old_distance.flatten(1).mean(1))
     if reference is not None:
-        loss = loss + train.beta * reference_distance(run.meter, velocity, reference)
+        distance = reference_distance(run.meter, velocity, reference)
+        if train.adaptive_beta:
+            reward = losses.nft_reward_prob(rows.advantages, train.adv_clip_max)
+            distance = losses.reference_share(reward) * distance
+        loss = loss + train.beta * distance
     if surrogate.log_ratio is not None:
         record_forward_ratios(run, surrogate.log_ratio.detach(), surrogate.beyond)
     backward(run, loss, rows)
@@ -174,12 +186,23 @@ def record_forward_ratios(run: Run, log_ratio: Tensor, beyond: Tensor | None) ->
     )
 
 
+def follow(run: Run) -> None:
+    """Let the policies that sample and that the loss compares with follow the trained one, each by its schedule."""
+    train = run.config.train
+    run.extra_policies[OLD].move(1 - schedules.old_policy_decay(run.step, train.old_decay_schedule))
+    if SAMPLER in run.extra_policies:
+        run.extra_policies[SAMPLER].move(1 - schedules.old_policy_decay(run.step, train.sampler_decay_schedule))
+
+
 def main(
     config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advantages=rewards.advantages, script=checks.NFT
 ) -> None:
     """Train; a fork passes functions of its own."""
     declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages)
-    run = start(config, script, extra_policies=(OLD,))
+    extra_policies = (OLD,)
+    if config.train.sampler_decay_schedule >= 0:
+        extra_policies = (OLD, SAMPLER)
+    run = start(config, script, extra_policies=extra_policies)
     for epoch in range(run.epoch, run.config.num_epochs):
         # Every config.eval_freq epochs, score the averaged weights on the prompts that choose best/.
         evaluate(run, epoch)
@@ -197,7 +220,7 @@ def main(
                 optimizer_step(run)
 
         # The policy that samples follows the trained one.
-        run.extra_policies[OLD].move(1 - schedules.old_policy_decay(run.step, run.config.train.old_decay_schedule))
+        follow(run)
 
         # The epoch counts as completed from here on. config.health may have lowered the learning rate, or have gone
         # back to the best weights.

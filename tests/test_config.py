@@ -83,7 +83,8 @@ def runs_of(file):
 
 
 BASES = (",eight_bit_base", ",large_gpu,eight_bit_base", ",large_gpu,four_bit_base", ",four_bit_base")
-FORWARD = ",dgpo", ",dgpo,smoke", ",large_gpu,dgpo", ",long,elbo", ",elbo,smoke"
+SUCCESSORS = ",ram,smoke", ",long,ram", ",crd,smoke", ",large_gpu,crd"
+FORWARD = ",dgpo", ",dgpo,smoke", ",large_gpu,dgpo", ",long,elbo", ",elbo,smoke", *SUCCESSORS
 GPUS = ",large_gpu", ",large_gpu,smoke"
 NOISY = ",guard", ",dppo", ",rsm"
 VARIANTS = {

@@ -162,6 +162,8 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "Another schedule and a single update": ("test_refusals.py", '"old_decay_schedule 0", "which is 0.5"'),
     "and so is `train.nft_beta`": ("test_refusals.py", "nft_beta is 0.3"),
     "other values are refused": ("test_refusals.py", '"dgpo", "shared_noise True"'),
+    "another schedule is refused for it, and so is a `train.beta` of 0": ("test_refusals.py", "beta above 0"),
+    "Schedules 0 and 2 are refused for": ("test_refusals.py", "75 updates"),
     "Settings of noise, windows and ratios are refused": ("test_config.py", "def test_a_script_refuses_exactly"),
     "a resumed run refuses other files": ("test_resume.py", '"train.teachers"])'),
     "`train.clip_range` is refused": ("test_refusals.py", "\"objective 'dppo'\""),

@@ -188,8 +188,9 @@ def test_golden_decay_of_the_old_policy(schedule):
     found = [schedules.old_policy_decay(step, schedule) for step in range(0, 1000, 50)]
     assert found == pytest.approx(GOLDEN[f"nft/decay/{schedule}"].tolist(), abs=1e-12)
     assert [schedules.old_policy_decay(500, fixed) for fixed in (0, 0.9)] == [0, 0.9]
-    for wrong in (-0.1, 1.5, 3):
-        with pytest.raises(ValueError, match=rf"is {wrong}; it may be 1, 2, or"):
+    assert [schedules.old_policy_decay(step, 3) for step in (0, 10, 1000)] == [0.25, 0.3, 0.999]
+    for wrong in (-0.1, 1.5, 4):
+        with pytest.raises(ValueError, match=rf"is {wrong}; it may be 1, 2, 3, or"):
             schedules.old_policy_decay(0, wrong)
 
 
@@ -264,6 +265,63 @@ def test_elbos_gradient_is_that_of_a_ratio_held_to_one_by_its_proximal_term(weig
     of_error = 2 * error / error.abs().mean((1, 2), keepdim=True) / error[0].numel()
     pull = distance.grad.view(-1, 1, 1) * -sigma * of_error
     torch.testing.assert_close(step.velocity.grad, pull, rtol=1e-9, atol=1e-15)
+
+
+def test_rams_gradient_and_the_pull_to_the_reference_are_that_of_a_regression_on_a_corrected_target():
+    """|v - sg(v_ref + R (target - v))|^2, where R is the multiplier times the bounded advantage."""
+    step, advantages = golden_step()
+    reference = 0.7 * step.old_velocity + 0.3 * step.x_0
+    reward = 3.0 * advantages.clamp(-1, 1).view(-1, 1, 1)
+    corrected = reference + reward * (step.noise - step.x_0 - step.velocity.detach())
+    published = (step.velocity - corrected).square().mean((1, 2))
+    (expected,) = torch.autograd.grad(published.sum(), step.velocity)
+    train = Train(adv_clip_max=1.0, reward_multiplier=3.0)
+    found = FORWARD_OBJECTIVES["ram"].function(step, advantages, train)
+    pull = (step.velocity - reference).square().mean((1, 2))
+    (found.loss + pull).sum().backward()
+    torch.testing.assert_close(step.velocity.grad, expected, rtol=1e-9, atol=1e-15)
+    assert found.log_ratio is None
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.2])
+def test_crd_fits_the_differences_of_log_ratios_within_a_group_to_those_of_its_rewards(beta):
+    step, advantages = golden_step()
+    step = step._replace(group_size=4)
+    target = step.noise - step.x_0
+    error = step.velocity.detach() - target
+    old_error = step.old_velocity - target
+    size = error.abs().mean((1, 2))
+    implicit = old_error.square().mean((1, 2)) / old_error.abs().mean((1, 2)) - error.square().mean((1, 2)) / size
+    reward = advantages.clamp(-2, 2) / 4 + 0.5
+    centred = []
+    for group in range(3):
+        rows = slice(4 * group, 4 * group + 4)
+        r = implicit[rows] - implicit[rows].mean()
+        a = reward[rows] - reward[rows].mean()
+        centred.append(beta * r - a)
+    centred = torch.cat(centred)
+    train = Train(adv_clip_max=2.0, crd_beta=beta)
+    found = FORWARD_OBJECTIVES["crd"].function(step, advantages, train)
+    torch.testing.assert_close(found.loss.detach(), centred**2 / beta, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.log_ratio.detach(), implicit, rtol=1e-9, atol=1e-12)
+    assert not found.beyond.any()
+
+    # The mean of a group falls out of the gradient, since what is centred adds up to 0.
+    found.loss.sum().backward()
+    pull = 2 * centred.view(-1, 1, 1) * -2 * error / size.view(-1, 1, 1) / error[0].numel()
+    torch.testing.assert_close(step.velocity.grad, pull, rtol=1e-9, atol=1e-12)
+
+
+def test_crd_is_least_where_log_ratios_are_the_rewards_but_for_a_number_of_each_group():
+    reward = torch.tensor([0.1, 0.4, 0.9, 0.5, 0.5, 0.2], dtype=torch.float64)
+    offset = torch.tensor([3.0, -7.0], dtype=torch.float64).repeat_interleave(3)
+    assert losses.crd_loss((reward + offset) / 2, reward, 3, 2.0).abs().max() < 1e-12
+    assert losses.crd_loss((reward + offset) / 2, reward, 6, 2.0).min() > 1
+
+
+def test_the_pull_to_the_reference_falls_with_the_reward_and_is_one_for_the_average_image():
+    reward = torch.tensor([0.0, 0.25, 0.5, 1.0])
+    assert losses.reference_share(reward).tolist() == [2.0, 1.5, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("beta", [100.0, 2000.0])

@@ -23,8 +23,8 @@ def start(tmp_path):
     """(name, settings) -> a run before its first epoch."""
     runs = []
 
-    def start(name=NAME, **how):
-        runs.append(startup.start(config_of(name, tmp_path, **how), checks.NFT, extra_policies=(script.OLD,)))
+    def start(name=NAME, extra_policies=(script.OLD,), **how):
+        runs.append(startup.start(config_of(name, tmp_path, **how), checks.NFT, extra_policies=extra_policies))
         return runs[-1]
 
     yield start
@@ -62,6 +62,50 @@ def test_the_old_policy_samples_whatever_the_trained_one_has_become_and_only_tha
     assert moved.requires_grad
     assert not again.requires_grad
     assert any(not torch.equal(p, w) for p, w in zip(run.parameters, weights))
+
+
+def test_a_sampler_samples_and_the_old_policy_is_what_the_loss_compares_with(start):
+    run = start(f"{NAME},crd", extra_policies=(script.OLD, script.SAMPLER))
+    images = rollout(run)
+    rows = images.take(torch.arange(4), 4)
+    move(run.parameters)
+    old, _ = script.frozen_velocities(run, rows, rows.x_0)
+    run.extra_policies["old"].move(0.5)
+    assert torch.equal(rollout(run).x_0, images.x_0)
+    moved, _ = script.frozen_velocities(run, rows, rows.x_0)
+    assert (moved - old).abs().max() > 1e-3
+    run.extra_policies["sampler"].move(0.5)
+    assert (rollout(run).x_0 - images.x_0).abs().max() > 0.01
+
+
+def test_a_loss_that_compares_with_no_older_policy_makes_no_forward_of_it(start):
+    forwards = []
+    for name in (f"{NAME},elbo", f"{NAME},ram"):
+        run = start(name, run_name=name)
+        images = rollout(run)
+        images.advantages = images.loss_weight = torch.ones(len(images.image_numbers))
+        before = run.num_forwards
+        script.add_gradients(run, images.take(torch.arange(4), 4))
+        forwards.append(run.num_forwards - before)
+    guided_reference = 2 * 4
+    assert forwards == [4 + guided_reference + 4, guided_reference + 4]
+
+
+def test_an_adaptive_pull_to_the_reference_is_twice_beta_for_the_worst_image_and_none_for_the_best(start, monkeypatch):
+    seen = []
+    plain = script.reference_distance
+    monkeypatch.setattr(script, "reference_distance", lambda *args: seen.append(plain(*args)) or seen[-1])
+    run = start(train__adaptive_beta=True, train__beta=0.5, train__adv_clip_max=2.0)
+    images = rollout(run)
+    images.loss_weight = torch.ones(len(images.image_numbers))
+    images.advantages = torch.tensor([-3.0, 0.0, 1.0, 2.0]).repeat(2)
+    rows = images.take(torch.arange(4) * images.num_steps, 4)
+    script.add_gradients(run, rows)
+    logged = run.meter.pop(lambda sums, maxima: (sums, maxima))
+    (distance,) = seen
+    expected = 0.5 * (torch.tensor([2.0, 1.0, 0.5, 0.0]) * distance).mean().item()
+    assert logged["loss"] - logged["policy_loss"] == pytest.approx(expected, rel=1e-4)
+    assert expected > 1e-3
 
 
 def test_images_are_trained_at_levels_but_the_last_and_those_of_a_group_noised_alike_where_they_share_noise(
@@ -187,6 +231,27 @@ def test_the_old_policy_follows_its_schedule(kind, schedule, recorded):
         for name in names:
             expected = decay * before[f"old/{name}"] + (1 - decay) * after[f"model/{name}"]
             torch.testing.assert_close(after[f"old/{name}"], expected, rtol=0, atol=1e-5)
+
+
+def test_two_policies_follow_each_by_its_own_schedule(shallow, tmp_path):
+    how = dict(train__old_decay_schedule=0.5, train__sampler_decay_schedule=0.75, train__learning_rate=1e-3)
+    how |= dict(num_epochs=2, eval_freq=0, save_freq=1, keep_checkpoints=9)
+    folder = train(f"{NAME},crd", tmp_path, **shallow | how)
+    before, after = (stored(folder, epoch) for epoch in (1, 2))
+    names = [name.removeprefix("old/") for name in before if name.startswith("old/")]
+    assert names
+    for policy, decay in (("old", 0.5), ("sampler", 0.75)):
+        for name in names:
+            expected = decay * before[f"{policy}/{name}"] + (1 - decay) * after[f"model/{name}"]
+            torch.testing.assert_close(after[f"{policy}/{name}"], expected, rtol=0, atol=1e-6)
+    assert any(not torch.equal(after[f"old/{name}"], after[f"sampler/{name}"]) for name in names)
+
+
+def test_crds_old_policy_lags_from_the_first_epoch_on(shallow, tmp_path):
+    """With a copy of the trained policy, every log-ratio would be 0 in the first update of each epoch."""
+    folder = train(f"{NAME},crd", tmp_path, num_epochs=3, eval_freq=0, **shallow)
+    updates = lines_of(folder, "update")
+    assert [line["ratio_std"] > 0 for line in updates] == [False] + [True] * (len(updates) - 1)
 
 
 def test_no_log_prob_is_in_its_metrics_and_an_average_image_moves_nothing(shallow, tmp_path, monkeypatch):

@@ -89,6 +89,15 @@ def test_two_ranks_equal_one_and_leave_everything(name, start, how, shallow, tmp
     assert_complete(two, [0, 2])
 
 
+@pytest.mark.parametrize("name", ["shapes_qwenimage_nft,ram", "shapes_qwenimage_nft,crd", "shapes_qwenimage_pr,rsm"])
+def test_two_ranks_equal_one_for_other_losses(name, shallow, tmp_path):
+    """A group of crd, which its loss looks at as a whole, is a batch."""
+    how = HOW | shallow | dict(eval_freq=0)
+    how |= dict(sample__batch_size=8) if "crd" in name else {}
+    one = train(name, tmp_path / "one", **how)
+    assert_same(one, on_two_ranks(name, tmp_path / "two", **how))
+
+
 def forwards_of(folder):
     return [line["forwards"] for line in lines_of(folder, "epoch")]
 

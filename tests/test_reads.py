@@ -39,7 +39,7 @@ RUNS = {  # script -> its runs, which have all that it can do switched on betwee
     ],
     table.NFT: [
         (NFT, TWO | dict(sample__scouts_per_image=2)),
-        *((f"{NFT},{name}", ONE) for name in ("awm", "dgpo", "elbo")),
+        *((f"{NFT},{name}", ONE) for name in ("awm", "dgpo", "elbo", "ram", "crd")),
     ],
     table.DPO: [("shapes_qwenimage_dpo,online", TWO)],
     table.DISTILL: [
@@ -74,7 +74,8 @@ AT_THEIR_DEFAULT = {
 # that goes on, or after a signal.
 NOT_SEEN = {"method", "custom", "health.reward_drop", "accept_changes", "signal_grace_s"}
 UNCONDITIONALLY = {"attention", "sample.flash_solver", "train.guidance_scale"}  # their defaults say that they are off
-OF_STATISTICS = {"dppo": {"train.clip_range"}, "elbo": {"train.clip_range"}}  # where the loss itself reads none
+# Where the loss itself reads none.
+OF_STATISTICS = {name: {"train.clip_range"} for name in ("dppo", "elbo", "crd")}
 # What functions that one's own rollout or update calls too read: run.sampling and run.update. The window's range is
 # left out, since `smoke` has to set it.
 OF_HELPERS = {

@@ -36,7 +36,7 @@ LIMITS = {
     "flow_grpo/algorithms": (0, 0, 0, 0, 0),
     "flow_grpo/base": (0, 0, 0, 0, 0),
     "flow_grpo/checkpoints": (0, 0, 0, 0, 0),
-    "flow_grpo/command_line": (9, 0, 2, 1, 0),
+    "flow_grpo/command_line": (9, 0, 1, 1, 0),
     "flow_grpo/data": (0, 0, 0, 0, 0),
     "flow_grpo/diffusers_patch": (0, 0, 0, 0, 0),
     "flow_grpo/evaluation": (0, 0, 0, 0, 0),

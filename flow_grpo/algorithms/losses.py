@@ -165,7 +165,12 @@ def self_normalised_error(velocity: Tensor, x_t: Tensor, x_0: Tensor, sigma: Ten
     epoch. This loss adds a constant to all advantages, which stops that. Arguments as in `nft_loss`.
     """
     sigma = sigma.view(-1, *[1] * (x_t.ndim - 1))
-    error = (x_t - sigma * velocity - x_0).flatten(1)
+    return square_over_size(x_t - sigma * velocity - x_0)
+
+
+def square_over_size(error: Tensor) -> Tensor:
+    """Mean square of errors [B, ...] over their mean absolute value, which has no gradient, at least 1e-5; [B]."""
+    error = error.flatten(1)
     scale = error.detach().abs().mean(1).clamp(min=1e-5)
     return (error**2).mean(1) / scale
 
@@ -224,3 +229,33 @@ def elbo_loss(distance: Tensor, old_distance: Tensor, advantages: Tensor, proxim
     """
     log_ratio = (old_distance - distance).detach()
     return log_ratio.exp() * (advantages - proximal_weight * log_ratio) * distance
+
+
+def ram_loss(error: Tensor, rewards: Tensor) -> Tensor:
+    """Flow matching error [B] times a signed reward [B] (reinforce adjoint matching, RAM, arXiv:2605.10759, eq. 17).
+
+    The published loss is |v - sg(v_ref + R (target - v))|^2, where sg stops gradients. It has the gradient of
+    R |v - target|^2 + |v - v_ref|^2, whose first term is this one.
+    """
+    return rewards * error
+
+
+def crd_loss(implicit_reward: Tensor, reward: Tensor, group_size: int, beta: float) -> Tensor:
+    """Centred reward distillation (CRD, arXiv:2603.14128), [B]: (beta r - a, less its mean over the group)^2 / beta.
+
+    The optimum of a reward with a KL of weight beta has a = beta r + a number for each prompt, where r is the log-ratio
+    to the old policy. Within a group that number cancels.
+
+    Args:
+        implicit_reward: r, [B], of groups of `group_size` neighbours, which share noise and level.
+        reward: a, [B].
+    """
+    gap = (beta * implicit_reward - reward).view(-1, group_size)
+    centred = gap - gap.mean(1, keepdim=True)
+    return centred.square().flatten() / beta
+
+
+def reference_share(reward: Tensor) -> Tensor:
+    """Weight of the pull to the reference, [B]: 2 (1 - a) of rewards a in [0, 1], whose mean over a group is 1/2. The
+    worst images are pulled most, the best not at all (CRD, arXiv:2603.14128)."""
+    return 2 * (1 - reward)

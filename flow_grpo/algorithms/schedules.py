@@ -23,10 +23,12 @@ def learning_rate_share(update: int, num_updates: int, schedule: str, warmup_upd
 
 
 def old_policy_decay(step: int, schedule: float) -> float:
-    """Share of itself that the old policy keeps after `step` optimizer steps (DiffusionNFT, arXiv:2509.16117, sec. 4).
+    """Share of itself that the old policy, or the one that samples, keeps after `step` optimizer steps (DiffusionNFT,
+    arXiv:2509.16117, sec. 4).
 
     Args:
-        schedule: below 1 = always this share; 1 = slowly up to one half; 2 = none for 75 steps, then up to 0.999.
+        schedule: below 1 = always this share; 1 = slowly up to one half; 2 = none for 75 steps, then up to 0.999; 3 =
+            from a quarter up to 0.999 (CRD, arXiv:2603.14128).
 
     Raises:
         UserError: another schedule.
@@ -37,4 +39,6 @@ def old_policy_decay(step: int, schedule: float) -> float:
         return min(0.001 * step, 0.5)
     if schedule == 2:
         return 0.0 if step < 75 else min(0.0075 * (step - 75), 0.999)
-    raise UserError(f"train.old_decay_schedule is {schedule}; it may be 1, 2, or a fixed decay from 0 to below 1")
+    if schedule == 3:
+        return min(0.25 + 0.005 * step, 0.999)
+    raise UserError(f"train.old_decay_schedule is {schedule}; it may be 1, 2, 3, or a fixed decay from 0 to below 1")

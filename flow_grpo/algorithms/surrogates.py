@@ -27,7 +27,7 @@ class ForwardStep(NamedTuple):
     """R finished images that are noised, and the velocities of the policies there. [R, ...] float32 but for sigma."""
 
     velocity: Tensor  # of the trained policy, with gradients
-    old_velocity: Tensor  # of the policy that sampled
+    old_velocity: Tensor  # of the policy that sampled; `velocity` without gradients if the objective does not read it
     x_t: Tensor
     x_0: Tensor
     noise: Tensor
@@ -112,6 +112,27 @@ def elbo(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
     old_distance = losses.self_normalised_error(step.old_velocity, step.x_t, step.x_0, step.sigma)
     advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
     loss = losses.elbo_loss(distance, old_distance, advantages, train.proximal_weight)
+
+    # It clips nothing: no row lies beyond a trust region.
+    beyond = torch.zeros_like(distance, dtype=torch.bool)
+    return Surrogate(loss, old_distance - distance, beyond)
+
+
+def ram(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
+    """Flow matching weighted by signed rewards (RAM, arXiv:2605.10759, eq. 17), for policies that train.beta holds to
+    the reference."""
+    error = velocity_error(step.velocity, step.x_0, step.noise)
+    rewards = train.reward_multiplier * advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
+    return Surrogate(losses.ram_loss(error, rewards))
+
+
+def crd(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
+    """Regression of the log-ratio to an old policy on rewards, within groups (CRD, arXiv:2603.14128)."""
+    target = step.noise - step.x_0
+    distance = losses.square_over_size(step.velocity - target)
+    old_distance = losses.square_over_size(step.old_velocity - target)
+    reward = losses.nft_reward_prob(advantages, train.adv_clip_max)
+    loss = losses.crd_loss(old_distance - distance, reward, step.group_size, train.crd_beta)
 
     # It clips nothing: no row lies beyond a trust region.
     beyond = torch.zeros_like(distance, dtype=torch.bool)

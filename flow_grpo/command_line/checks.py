@@ -168,8 +168,15 @@ def _check_meaning(config: Config) -> None:
             f"config.eval.num_prompts {config.eval.num_prompts} no evaluation says to what; set both"
         )
     check_noise_level(config.sample.noise_level, config.sample.sde_type, "config.sample.noise_level")
-    if 1 < (decay := config.train.old_decay_schedule) < 2:
-        raise UserError(f"config.train.old_decay_schedule is {decay}; it may be 1, 2, or a fixed decay below 1")
+    _check_schedule("old_decay_schedule", config.train.old_decay_schedule)
+    if config.train.sampler_decay_schedule != -1:
+        _check_schedule("sampler_decay_schedule", config.train.sampler_decay_schedule)
+
+
+def _check_schedule(name: str, decay: float) -> None:
+    """Raises UserError unless a decay is one of the numbered schedules, or a share of itself that a policy can keep."""
+    if not (0 <= decay < 1 or decay in (1, 2, 3)):
+        raise UserError(f"config.train.{name} is {decay}; it may be 1, 2, 3, or a fixed decay from 0 to below 1")
 
 
 def _check_speed(config: Config) -> None:

@@ -26,6 +26,7 @@ class Objective:
     card: str  # the method and its paper
     reads: tuple[str, ...] = ()  # settings of config.train that not every objective reads
     check: "Callable[[Config], None] | None" = None  # of config; raises UserError for what it cannot be trained with
+    old_policy: bool = True  # whether a loss of finished images reads the velocity of the policy that sampled
     whole_groups: bool = False  # whether a minibatch holds whole groups, each at one level
     caution: str = ""  # what a run says at its start, a sentence without its name
 
@@ -67,19 +68,51 @@ def needs_moving_ratio(config: "Config") -> None:
         )
 
 
-def needs_whole_groups(config: "Config") -> None:
+def needs_present_policy(config: "Config") -> None:
+    """Raises UserError unless the policy that samples is a copy of the trained one, which is held to a reference."""
+    train = config.train
+    name = f"config.train.forward_objective {train.forward_objective!r}"
+    if train.old_decay_schedule:
+        raise UserError(
+            f"{name} takes old_decay_schedule 0, which is {train.old_decay_schedule}: it learns from images of the "
+            "present policy"
+        )
+    if not train.beta:
+        raise UserError(f"{name} takes config.train.beta above 0: without a pull to the reference it has no optimum")
+
+
+def needs_lagging_policy(config: "Config") -> None:
+    """Raises UserError if the old policy is a copy of the trained one, at first or for ever, or a forward may hold
+    parts of groups."""
+    train = config.train
+    if train.old_decay_schedule in (0, 2):
+        raise UserError(
+            f"config.train.forward_objective {train.forward_objective!r} learns the log-ratio to an older policy, but "
+            f"old_decay_schedule {train.old_decay_schedule} makes that a copy of the trained one (2: for 75 updates): "
+            "set 3, or a fixed decay"
+        )
+    needs_whole_groups(config)
+
+
+def needs_compared_groups(config: "Config") -> None:
     """Raises UserError unless the old policy is another than the trained one and each forward holds whole groups, with
     one noise and one baseline per group."""
     needs_older_policy(config)
+    if config.sample.baseline == "all":
+        raise UserError(
+            f"config.train.forward_objective {config.train.forward_objective!r} takes config.sample.baseline 'group', "
+            "which is 'all': its sigmoid is of a group's errors, each times its advantage, and compares them only "
+            "where the advantages of a group add up to 0"
+        )
+    needs_whole_groups(config)
+
+
+def needs_whole_groups(config: "Config") -> None:
+    """Raises UserError unless each forward holds whole groups, with one noise per group."""
     sample = config.sample
     name = f"config.train.forward_objective {config.train.forward_objective!r}"
     if not config.train.shared_noise:
         raise UserError(f"{name} takes config.train.shared_noise True: it compares a group's errors at one noise")
-    if sample.baseline == "all":
-        raise UserError(
-            f"{name} takes config.sample.baseline 'group', which is 'all': its sigmoid is of a group's errors, each "
-            "times its advantage, and compares them only where the advantages of a group add up to 0"
-        )
     if sample.batch_size % sample.num_images_per_prompt:
         raise UserError(
             f"{name} takes whole groups in a forward, but config.sample.batch_size {sample.batch_size} is no multiple "
@@ -116,10 +149,24 @@ FORWARD_OBJECTIVES = {
         SURROGATES + "dgpo",
         "direct group preference optimisation (arXiv:2510.08425)",
         reads=("clip_range", "dgpo_beta"),
-        check=needs_whole_groups,
+        check=needs_compared_groups,
         whole_groups=True,
     ),
     "elbo": Objective(
         SURROGATES + "elbo", "policy gradient of the ELBO (arXiv:2602.04663)", ("proximal_weight",), needs_older_policy
+    ),
+    "ram": Objective(
+        SURROGATES + "ram",
+        "reinforce adjoint matching (arXiv:2605.10759)",
+        reads=("reward_multiplier",),
+        check=needs_present_policy,
+        old_policy=False,
+    ),
+    "crd": Objective(
+        SURROGATES + "crd",
+        "centred reward distillation (arXiv:2603.14128)",
+        reads=("crd_beta", "sampler_decay_schedule"),
+        check=needs_lagging_policy,
+        whole_groups=True,
     ),
 }

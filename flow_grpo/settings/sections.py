@@ -240,6 +240,10 @@ class Train(Section):
     reference_interval: int = setting(0, unit="updates", min=0, used_by=(*ONLINE, DPO), when=(("train.beta",),))
     """Let the policy become its own reference every N updates; 0 = never."""
 
+    adaptive_beta: bool = setting(False, used_by=(NFT,), read_in="add_gradients", when=(("train.beta",),))
+    """Pull images to the reference by beta times 2 (1 - r), where r in [0, 1] is DiffusionNFT's of the advantage: the
+    worst most, the best not at all."""
+
     reference_guidance_scale: float = setting(0.0, min=0, max=1000, used_by=ONLINE, when=(("train.beta",),))
     """Guidance scale of the first reference: above the policy's, the policy learns it; 0 = the policy's."""
 
@@ -260,12 +264,21 @@ class Train(Section):
     """Weight of the log-ratio beside the advantage; 0 = none. Published as advantages of 0.1 (reward - mean): 10 / the
     std that advantages are divided by."""
 
+    reward_multiplier: float = setting(2.0, min=0, used_by=(NFT,), read_in="add_gradients")
+    """Weight of the advantage beside the pull to the reference, which is beta; published 50 beside 1."""
+
+    crd_beta: float = setting(1.0, min=TINY, used_by=(NFT,), read_in="add_gradients")
+    """Scale of the log-ratio beside the reward that it is fitted to: larger = the policy changes less."""
+
     nft_beta: float = setting(1.0, min=TINY, used_by=(NFT,), read_in="add_gradients")
     """Share of the trained policy in the mixture that is compared with x_0."""
 
-    old_decay_schedule: float = setting(1.0, min=0, max=2, used_by=(NFT,))
-    """What the sampling policy keeps of itself: 1 = up to a half, 2 = up to 0.999, see losses.old_policy_decay; a
-    number below 1 = always this share."""
+    old_decay_schedule: float = setting(1.0, min=0, max=3, used_by=(NFT,))
+    """What the old policy, which samples, keeps of itself: 1 = up to a half, 2 = none at first, then up to 0.999, 3 = a
+    quarter at first, then up to 0.999, see losses.old_policy_decay; a number below 1 = always this share."""
+
+    sampler_decay_schedule: float = setting(-1.0, min=-1, max=3, used_by=(NFT,))
+    """The same of a third policy, which then samples in place of the old one; -1 = there is none."""
 
     dpo_beta: float = setting(1000.0, min=0, used_by=(DPO,), read_in="add_gradients")
     """How sharply a pair's difference of velocity errors decides."""
