@@ -143,7 +143,7 @@ PLANS = st.fixed_dictionaries(
         "sample.sde_window_size": st.integers(0, 3),
         "sample.sde_window_interval": st.integers(0, 1),
         "train.updates_per_epoch": st.integers(1, 8),
-        "train.forward_objective": st.sampled_from(["nft", "dgpo"]),
+        "train.forward_objective": st.sampled_from(["nft", "dgpo", "crd"]),
         "world_size": st.integers(1, 12),
     }
 )
@@ -151,7 +151,7 @@ PLANS = st.fixed_dictionaries(
 
 def holds_whole_groups(values):
     """Tell whether a batch holds whole groups, where the loss asks for it."""
-    asked = values["train.forward_objective"] == "dgpo"
+    asked = values["train.forward_objective"] in ("dgpo", "crd")
     return not asked or values["sample.batch_size"] % values["sample.num_images_per_prompt"] == 0
 
 
