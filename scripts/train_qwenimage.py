@@ -18,6 +18,7 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo.algorithms import losses
+from flow_grpo.algorithms.advantages import bounded
 from flow_grpo.algorithms.rollout import StepRows, StoredSteps, concat
 from flow_grpo.base import rng
 from flow_grpo.data.prompts import PlannedBatch
@@ -97,7 +98,7 @@ def add_gradients(run: Run, rows: StepRows) -> None:
     step = recompute_steps(run, rows)
 
     # The objective's loss of each row; train.step_weight weighs the row's denoising step.
-    advantages = rows.advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
+    advantages = bounded(rows.advantages, train)
     surrogate = OBJECTIVES[train.objective].function(step, rows, advantages, train)
     loss = rows.step_weights * surrogate.loss
     run.meter.add(policy_loss=loss, **surrogate.metrics)

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from torch import Tensor
 
 from flow_grpo.algorithms import losses, ratio_statistics, schedules
+from flow_grpo.algorithms.advantages import bounded
 from flow_grpo.algorithms.flow_matching import noised, stratified_timesteps
 from flow_grpo.algorithms.rollout import FinishedImages, ImageRows, concat
 from flow_grpo.algorithms.surrogates import ForwardStep
@@ -152,14 +153,21 @@ def add_gradients(run: Run, rows: ImageRows) -> None:
     run.meter.add(policy_loss=loss, old_distance=old_distance, **surrogate.metrics)
     record_by_step(run, rows, policy_loss=loss, old_distance=old_distance.flatten(1).mean(1))
     if reference is not None:
-        distance = reference_distance(run.meter, velocity, reference)
-        if train.adaptive_beta:
-            reward = losses.nft_reward_prob(rows.advantages, train.adv_clip_max)
-            distance = losses.reference_share(reward) * distance
-        loss = loss + train.beta * distance
+        loss = loss + train.beta * pull_to_reference(run, rows, velocity, reference)
     if surrogate.log_ratio is not None:
         record_forward_ratios(run, surrogate.log_ratio.detach(), surrogate.beyond)
     backward(run, loss, rows)
+
+
+def pull_to_reference(run: Run, rows: ImageRows, velocity: Tensor, reference: Tensor) -> Tensor:
+    """Distance to the reference's velocity for each row, [R], before train.beta; with train.adaptive_beta it counts
+    less the better the image is."""
+    train = run.config.train
+    distance = reference_distance(run.meter, velocity, reference)
+    if not train.adaptive_beta:
+        return distance
+    reward = losses.nft_reward_prob(bounded(rows.advantages, train), train.adv_clip_max)
+    return losses.reference_share(reward) * distance
 
 
 def reference_distance(meter: Meter, velocity: Tensor, reference: Tensor) -> Tensor:

@@ -312,6 +312,26 @@ def test_crd_fits_the_differences_of_log_ratios_within_a_group_to_those_of_its_r
     torch.testing.assert_close(step.velocity.grad, pull, rtol=1e-9, atol=1e-12)
 
 
+def golden_loss(name, advantages, **settings):
+    """A forward objective of the golden numbers."""
+    step, _ = golden_step()
+    record = FORWARD_OBJECTIVES[name]
+    settings |= {key: BY_KEY[f"train.{key}"].default for key in record.reads}
+    return record.function(step._replace(group_size=4), advantages, Train(**settings)).loss.detach()
+
+
+@pytest.mark.parametrize("name", FORWARD_OBJECTIVES)
+def test_every_loss_of_finished_images_bounds_advantages_by_a_clip_or_by_a_tanh(name):
+    _, advantages = golden_step()
+    how = dict(adv_clip_max=0.5)
+    assert advantages.abs().max() > 1
+    clipped = golden_loss(name, advantages, **how)
+    assert torch.equal(clipped, golden_loss(name, advantages.clamp(-0.5, 0.5), **how))
+    rounded = golden_loss(name, advantages, adv_bound="tanh", **how)
+    torch.testing.assert_close(rounded, golden_loss(name, 0.5 * torch.tanh(2 * advantages), **how))
+    assert (rounded - clipped).abs().max() > 1e-3
+
+
 def test_crd_is_least_where_log_ratios_are_the_rewards_but_for_a_number_of_each_group():
     reward = torch.tensor([0.1, 0.4, 0.9, 0.5, 0.5, 0.2], dtype=torch.float64)
     offset = torch.tensor([3.0, -7.0], dtype=torch.float64).repeat_interleave(3)

@@ -94,6 +94,18 @@ def test_advantages_are_logged_for_what_is_trained(name, shallow, tmp_path):
         assert np.mean([line[f"advantage_{key}"] for line in updates]) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("bound", "expected"), [("clip", 2.0), ("tanh", 2 * math.tanh(1.5))])
+def test_advantages_of_noisy_steps_are_bounded_by_a_clip_or_by_a_tanh(bound, expected, shallow, tmp_path):
+    def advantages(run, rewards):
+        return torch.full(rewards.shape, 3.0), torch.ones(rewards.shape)
+
+    how = dict(train__adv_bound=bound, train__adv_clip_max=2.0, num_epochs=1, eval_freq=0)
+    config = config_of(WINDOW, tmp_path, **shallow | how)
+    train_qwenimage.main(config, advantages=advantages)
+    first = lines_of(tmp_path / config.name, "update")[0]
+    assert first["policy_loss"] == pytest.approx(-expected, rel=1e-6)
+
+
 @pytest.mark.parametrize(("name", "limit", "share"), [(WINDOW, 0.0, 1.0), (BRANCHES, 1e6, 0.0)])
 def test_dppos_rows_are_beyond_its_limit_once_the_policy_has_moved(name, limit, share, shallow, tmp_path):
     how = shallow | dict(num_epochs=1, eval_freq=0, train__kl_limit=limit)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flow_grpo.settings.sections import Train
+
 # A spread below this fraction of a group's mean is rounding of float32 rewards.
 FLAT = 1e-6
 
@@ -108,6 +110,14 @@ def best_and_worst_indices(scores: Tensor, num: int) -> Tensor:
     highest = order[:, : num - num_lowest]
     lowest = order[:, scores.shape[1] - num_lowest :]
     return torch.cat([highest, lowest], 1)
+
+
+def bounded(advantages: Tensor, train: Train) -> Tensor:
+    """Return advantages within train.adv_clip_max of 0, by train.adv_bound. Same shape."""
+    limit = train.adv_clip_max
+    if train.adv_bound == "tanh":
+        return limit * torch.tanh(advantages / limit)
+    return advantages.clamp(-limit, limit)
 
 
 def has_signal(

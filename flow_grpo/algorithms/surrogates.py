@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithms import losses
+from flow_grpo.algorithms.advantages import bounded
 from flow_grpo.algorithms.flow_matching import velocity_error
 from flow_grpo.algorithms.rollout import StepRows
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
@@ -76,6 +77,7 @@ def rsm(step: SDEStep, rows: StepRows, advantages: Tensor, train: Train) -> Surr
 
 def nft(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
     """DiffusionNFT's loss (arXiv:2509.16117, eq. 5), with the factor of its published code."""
+    advantages = bounded(advantages, train)
     reward_prob = losses.nft_reward_prob(advantages, train.adv_clip_max)
     loss = losses.nft_loss(
         step.velocity, step.old_velocity, step.x_t, step.x_0, step.sigma, reward_prob, train.nft_beta
@@ -87,7 +89,7 @@ def awm(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
     """PPO's clip of flow matching errors (AWM, arXiv:2509.25050)."""
     error = velocity_error(step.velocity, step.x_0, step.noise)
     old_error = velocity_error(step.old_velocity, step.x_0, step.noise)
-    advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
+    advantages = bounded(advantages, train)
     loss = losses.awm_loss_of_errors(error, old_error, advantages, train.clip_range)
     return Surrogate(loss, old_error - error)
 
@@ -99,7 +101,7 @@ def dgpo(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
     reference_error = old_error
     if step.reference_velocity is not None:
         reference_error = velocity_error(step.reference_velocity, step.x_0, step.noise)
-    advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
+    advantages = bounded(advantages, train)
     loss = losses.dgpo_loss(
         error, old_error, reference_error, advantages, step.group_size, train.dgpo_beta, train.clip_range
     )
@@ -110,7 +112,7 @@ def elbo(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
     """Policy gradient of the ELBO, with a proximal term (arXiv:2602.04663, "PEPG")."""
     distance = losses.self_normalised_error(step.velocity, step.x_t, step.x_0, step.sigma)
     old_distance = losses.self_normalised_error(step.old_velocity, step.x_t, step.x_0, step.sigma)
-    advantages = advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
+    advantages = bounded(advantages, train)
     loss = losses.elbo_loss(distance, old_distance, advantages, train.proximal_weight)
 
     # It clips nothing: no row lies beyond a trust region.
@@ -122,8 +124,8 @@ def ram(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
     """Flow matching weighted by signed rewards (RAM, arXiv:2605.10759, eq. 17), for policies that train.beta holds to
     the reference."""
     error = velocity_error(step.velocity, step.x_0, step.noise)
-    rewards = train.reward_multiplier * advantages.clamp(-train.adv_clip_max, train.adv_clip_max)
-    return Surrogate(losses.ram_loss(error, rewards))
+    advantages = bounded(advantages, train)
+    return Surrogate(losses.ram_loss(error, train.reward_multiplier * advantages))
 
 
 def crd(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
@@ -131,6 +133,7 @@ def crd(step: ForwardStep, advantages: Tensor, train: Train) -> Surrogate:
     target = step.noise - step.x_0
     distance = losses.square_over_size(step.velocity - target)
     old_distance = losses.square_over_size(step.old_velocity - target)
+    advantages = bounded(advantages, train)
     reward = losses.nft_reward_prob(advantages, train.adv_clip_max)
     loss = losses.crd_loss(old_distance - distance, reward, step.group_size, train.crd_beta)
 

@@ -219,6 +219,10 @@ class Train(Section):
     adv_clip_max: float = setting(5.0, min=TINY, used_by=ONLINE, read_in="add_gradients")
     """Largest size of an advantage."""
 
+    adv_bound: Literal["clip", "tanh"] = setting("clip", used_by=ONLINE, read_in="add_gradients")
+    """How advantages A stay within m = adv_clip_max: clip = larger ones become m; tanh = m tanh(A / m), which keeps
+    their order."""
+
     reward_aggregation: Literal["sum", "gdpo"] = setting("sum", used_by=ONLINE, read_in="advantages")
     """How several rewards become one advantage: sum = of weighted rewards; gdpo = of their advantages."""
 
