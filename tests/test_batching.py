@@ -1,6 +1,7 @@
 """Every run divides over the GPUs, or its message says which numbers do not and which would; where a window lies;
 and every prompt has its turn, on any number of ranks."""
 
+import functools
 import itertools
 import json
 import re
@@ -36,7 +37,7 @@ def assert_planned_or_explained(name, world_size):
     message = refusal(plan_batches, config, world_size)
     images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
     if message:
-        assert_explained(config, world_size, message, images, cell)
+        assert_explained(name, world_size, message, images, cell)
         return
     plan = plan_batches(config, world_size)
     assert plan.num_groups * plan.group_size == images, cell
@@ -44,8 +45,15 @@ def assert_planned_or_explained(name, world_size):
     assert plan.batch_size * plan.num_trained_steps % plan.updates_per_epoch == 0, cell
 
 
-def assert_explained(config, world_size, message, images, cell):
+@functools.cache
+def with_batch_size(name, size):
+    config = CONFIGS[name]
+    return replace(config, sample=replace(config.sample, batch_size=size))
+
+
+def assert_explained(name, world_size, message, images, cell):
     """The message names the numbers, and exactly the batch sizes and the numbers of GPUs that would do."""
+    config = CONFIGS[name]
     sample = config.sample
     batch_size = sample.batch_size
     numbers = {sample.num_prompts_per_epoch, sample.num_images_per_prompt, world_size, batch_size}
@@ -54,8 +62,7 @@ def assert_explained(config, world_size, message, images, cell):
     # A batch holds at most a GPU's share of the images.
     working_sizes = []
     for size in range(1, images // world_size + 1):
-        changed = replace(config, sample=replace(sample, batch_size=size))
-        if not refusal(plan_batches, changed, world_size):
+        if not refusal(plan_batches, with_batch_size(name, size), world_size):
             working_sizes.append(size)
     assert numbers_after(r"batch sizes that do: (\[[\d, ]+\]|none);", message) == working_sizes, cell
 

@@ -58,7 +58,7 @@ def test_the_work_of_an_epoch_is_counted_by_phase(shallow, tmp_path, monkeypatch
     assert update_flops == pytest.approx(2 * trunks * 2 * row, rel=1e-3)
 
 
-@pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_pr", "train_sd3_nft", "train_sd3_dpo", *LATER])
+@pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_nft", "train_sd3_dpo", *LATER])
 def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(script):
     """The weights of such a run are random, and none is made here."""
     name, family, config = bench.setup(bench.parser().parse_args(["--script", script, "--size", "full"]))

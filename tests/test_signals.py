@@ -17,6 +17,13 @@ from small import ROOT, command_of, lines_of, train
 from flow_grpo.base import signals
 
 NAME = "shapes_qwenimage_pr"
+HOW = dict(num_epochs=4, eval_freq=2, save_freq=0)
+
+
+@pytest.fixture(scope="module")
+def unbroken(shallow, tmp_path_factory):
+    """The folder of a run of HOW that no signal stopped."""
+    return train(NAME, tmp_path_factory.mktemp("unbroken"), **shallow, **HOW)
 
 
 def epochs_of(folder):
@@ -52,18 +59,21 @@ def interrupt(command, folder, number, num_ranks, delay_s):
 
 @pytest.mark.parametrize(
     ("number", "num_ranks", "grace_s"),
-    [(signal.SIGTERM, 1, 25.0), (signal.SIGUSR1, 2, 25.0), (signal.SIGTERM, 2, 0.0), (signal.SIGINT, 1, 0.0)],
+    [
+        (signal.SIGTERM, 1, 25.0),
+        (signal.SIGUSR1, 2, 25.0),
+        pytest.param(signal.SIGTERM, 2, 0.0, marks=pytest.mark.slow),
+        (signal.SIGINT, 1, 0.0),
+    ],
 )
 def test_what_is_completed_is_saved_and_the_run_goes_on_as_if_nothing_had_happened(
-    number, num_ranks, grace_s, shallow, tmp_path
+    number, num_ranks, grace_s, unbroken, shallow, tmp_path
 ):
-    how = shallow | dict(num_epochs=4, eval_freq=2, save_freq=0)
-    unbroken = train(NAME, tmp_path / "unbroken", **how)
     folder = tmp_path / "broken" / unbroken.name
     alert = tmp_path / "alert"
     alert.write_text('#!/bin/sh\necho "$1" >> "$0.said"\n')
     alert.chmod(0o755)
-    command = command_of(NAME, tmp_path / "broken", **how, signal_grace_s=grace_s, alert=alert)
+    command = command_of(NAME, tmp_path / "broken", **shallow, **HOW, signal_grace_s=grace_s, alert=alert)
     command = ["tests/brightness.py", *command]
     results = interrupt(command, folder, number, num_ranks, random.uniform(0, 1))
 
