@@ -2,6 +2,7 @@
 training, and what a run notes of how it was made."""
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -265,64 +266,76 @@ def test_what_is_shipped_is_found_from_any_directory_and_in_the_assets_of_an_ins
     assert locations.resolve("dataset/ocr") == str(data)
 
 
-@pytest.mark.parametrize(
-    ("words", "status", "says"),
-    [
-        ("--help", 0, ["Flow-GRPO on Qwen-Image", "--list", "train"]),
-        ("--help sample train.beta", 0, ["sample.noise_level", "train.beta"]),
-        ("--help nothing", 2, ["'nothing'", "sample"]),
-        ("--list", 0, ["shapes_qwenimage_pr", "mixgrpo"]),
-        ("--config config/dpo.py:shapes_qwenimage_dpo --list", 0, ["online"]),
-        ("--config config/grpo.py:", 2, ["config/grpo.py:", "--list"]),
-        ("--config config/grpo.py:shapes_qwenimage_pr,fast", 2, ["shapes_qwenimage_pr has set algorithm"]),
-        ("--config.reward_fn.shapez=1", 2, ["'shapez'", "shapes"]),
-        ("--dry_run=3", 2, ["3 GPUs", "[1, 2, 4, 8]"]),
-        ("--config.dataset=README.md", 2, ["'README.md'", "tools/split_prompts.py"]),
-        (f"--config.dataset={'a' * 300}", 2, ["config.dataset", "aaa"]),
-        ("--config.resume_from=nowhere --dry_run", 2, ["'nowhere'"]),
-        ("--config.model=me/mine", 2, ["'me/mine'", "refused"]),
-    ],
-)
-def test_a_command_line_is_answered_before_torch_is_imported(words, status, says, tmp_path):
-    assert_answered(f"scripts/train_qwenimage.py {words}", status, says, tmp_path)
-
-
-def assert_answered(words, status, says, folder):
-    """A command, where importing torch would end it."""
-    (folder / "torch.py").write_text("raise SystemExit('torch is imported')")
-    env = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": "/usr/bin", "HF_ENDPOINT": "http://127.0.0.1:1"}
-    done = subprocess.run([sys.executable, *words.split()], env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == status, done
-    assert all(word in (done.stderr if status else done.stdout) for word in says), done
-    assert "Traceback" not in done.stderr
-
-
+TRAIN = "scripts/train_qwenimage.py"
 COMMANDS = [f"scripts/{path.name}" for path in sorted((ROOT / "scripts").glob("*.py"))]
-COMMANDS += ["tools/convert_lora.py", "tools/split_prompts.py"]
+COMMANDS += ["tools/convert_lora.py", "tools/split_prompts.py", "-m flow_grpo.monitoring.report"]
 TINY = "flow_grpo/assets/tiny_qwenimage"
-MISSPELT = [
-    (f"scripts/evaluate.py {TINY} --guidance-scale 1", ["--guidance-scale"]),
-    ("scripts/evaluate.py scripts/nowhere", ["'scripts/nowhere'"]),
-    (f"scripts/evaluate.py {TINY} --model me/mine", ["'me/mine'", "refused"]),
-    (f"scripts/evaluate.py {TINY} --set eval.num_stepz=3", ["eval.num_stepz"]),
-    (f"scripts/evaluate.py {TINY} --rewards shapez", ["'shapez'", "shapes"]),
-    ("scripts/minimal_grpo.py --epochs 3", ["--epochs"]),
-    ("scripts/prepare_preferences.py --max_row=3", ["--max_row"]),
-    ("scripts/prepare_preferences.py --config.sample.batch_size=7", ["multiple"]),
-    ("scripts/prepare_preferences.py --dry_run", ["--dry_run"]),
-    ("scripts/push_to_hub.py scripts/nowhere --repo me/mine", ["scripts/nowhere"]),
-    ("scripts/push_to_hub.py scripts --repo mine", ["'mine'", "USER/NAME"]),
-    ("scripts/push_to_hub.py scripts --rep me/mine", ["--rep"]),
-    ("scripts/serve_reward.py shapez", ["'shapez'", "shapes"]),
-    ("-m flow_grpo.monitoring.report --ot page.html scripts", ["--ot"]),
+ANSWERED = [  # a command, its exit status, and words of its answer
+    *((f"{command} --help", 0, ["python" if "train" not in command else "torchrun"]) for command in COMMANDS),
+    (f"{TRAIN} --help", 0, ["Flow-GRPO on Qwen-Image", "--list", "train"]),
+    (f"{TRAIN} --help sample train.beta", 0, ["sample.noise_level", "train.beta"]),
+    (f"{TRAIN} --help nothing", 2, ["'nothing'", "sample"]),
+    (f"{TRAIN} --list", 0, ["shapes_qwenimage_pr", "mixgrpo"]),
+    (f"{TRAIN} --config config/dpo.py:shapes_qwenimage_dpo --list", 0, ["online"]),
+    (f"{TRAIN} --config config/grpo.py:", 2, ["config/grpo.py:", "--list"]),
+    (f"{TRAIN} --config config/grpo.py:shapes_qwenimage_pr,fast", 2, ["shapes_qwenimage_pr has set algorithm"]),
+    (f"{TRAIN} --config.reward_fn.shapez=1", 2, ["'shapez'", "shapes"]),
+    (f"{TRAIN} --dry_run=3", 2, ["3 GPUs", "[1, 2, 4, 8]"]),
+    (f"{TRAIN} --config.dataset=README.md", 2, ["'README.md'", "tools/split_prompts.py"]),
+    (f"{TRAIN} --config.dataset={'a' * 300}", 2, ["config.dataset", "aaa"]),
+    (f"{TRAIN} --config.resume_from=nowhere --dry_run", 2, ["'nowhere'"]),
+    (f"{TRAIN} --config.model=me/mine", 2, ["'me/mine'", "refused"]),
+    (f"scripts/evaluate.py {TINY} --guidance-scale 1", 2, ["--guidance-scale"]),
+    ("scripts/evaluate.py scripts/nowhere", 2, ["'scripts/nowhere'"]),
+    (f"scripts/evaluate.py {TINY} --model me/mine", 2, ["'me/mine'", "refused"]),
+    (f"scripts/evaluate.py {TINY} --set eval.num_stepz=3", 2, ["eval.num_stepz"]),
+    (f"scripts/evaluate.py {TINY} --rewards shapez", 2, ["'shapez'", "shapes"]),
+    ("scripts/minimal_grpo.py --epochs 3", 2, ["--epochs"]),
+    ("scripts/prepare_preferences.py --max_row=3", 2, ["--max_row"]),
+    ("scripts/prepare_preferences.py --config.sample.batch_size=7", 2, ["multiple"]),
+    ("scripts/prepare_preferences.py --dry_run", 2, ["--dry_run"]),
+    ("scripts/push_to_hub.py scripts/nowhere --repo me/mine", 2, ["scripts/nowhere"]),
+    ("scripts/push_to_hub.py scripts --repo mine", 2, ["'mine'", "USER/NAME"]),
+    ("scripts/push_to_hub.py scripts --rep me/mine", 2, ["--rep"]),
+    ("scripts/serve_reward.py shapez", 2, ["'shapez'", "shapes"]),
+    ("-m flow_grpo.monitoring.report --ot page.html scripts", 2, ["--ot"]),
 ]
 
 
-def test_every_script_answers_help_and_a_misspelt_word_before_torch_is_imported(tmp_path):
-    for command in (*COMMANDS, "-m flow_grpo.monitoring.report"):
-        assert_answered(f"{command} --help", 0, ["python" if "train" not in command else "torchrun"], tmp_path)
-    for command, says in MISSPELT:
-        assert_answered(command, 2, says, tmp_path)
+@pytest.fixture
+def without_torch(tmp_path):
+    """The environment of a command whose end it is to import torch."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    return {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": "/usr/bin", "HF_ENDPOINT": "http://127.0.0.1:1"}
+
+
+def wrong_answer(status, out, err, expected, says):
+    """What a command said, unless it is as expected; then ""."""
+    is_right = status == expected and all(word in (err if status else out) for word in says)
+    return "" if is_right and "Traceback" not in err else f"{status}: {out}{err}"
+
+
+def test_every_command_line_is_answered_before_torch_is_imported(without_torch):
+    """In forks of one process; a process of its own is below."""
+    commands = json.dumps([command.split() for command, *_ in ANSWERED])
+    how = dict(env=without_torch, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "tests/light.py"], input=commands, **how)
+    assert done.returncode == 0, done.stderr
+    wrong = []
+    for (command, expected, says), answer in zip(ANSWERED, json.loads(done.stdout), strict=True):
+        said = wrong_answer(*answer, expected, says)
+        if said:
+            wrong.append(f"{command} -> {said}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("words", ["", "-m flow_grpo "])
+def test_a_process_of_its_own_answers_before_torch_is_imported(words, without_torch):
+    script = f"{words}train_qwenimage" if words else TRAIN
+    for more, expected, says in (("--help", 0, ["--list"]), ("--config.reward_fn.shapez=1", 2, ["'shapez'"])):
+        command = [sys.executable, *f"{script} {more}".split()]
+        done = subprocess.run(command, env=without_torch, cwd=ROOT, capture_output=True, text=True)
+        assert wrong_answer(done.returncode, done.stdout, done.stderr, expected, says) == ""
 
 
 def test_a_script_of_another_checkout_is_refused(tmp_path, monkeypatch):
