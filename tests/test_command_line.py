@@ -310,7 +310,7 @@ def without_torch(tmp_path):
 
 
 def wrong_answer(status, out, err, expected, says):
-    """What a command said, unless it is as expected; then ""."""
+    """The answer of a command, if it is not as expected, else ""."""
     is_right = status == expected and all(word in (err if status else out) for word in says)
     return "" if is_right and "Traceback" not in err else f"{status}: {out}{err}"
 

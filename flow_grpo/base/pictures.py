@@ -4,7 +4,6 @@ import io
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 from PIL import Image, ImageOps
 
 from flow_grpo.base import folders
@@ -101,9 +100,7 @@ def _as_rgb(picture: Image.Image) -> Image.Image:
 def _to_8_bits(picture: Image.Image) -> Image.Image:
     """Return a grey picture of 16 bits with 8 bits. Raise Unreadable for values of more bits."""
     grey = picture.convert("I")
-    values = np.asarray(grey)
-    lowest = values.min()
-    highest = values.max()
+    lowest, highest = grey.getextrema()
     if lowest < 0 or highest > MOST_IN_16_BITS:
         raise Unreadable(f"holds values from {lowest} to {highest}; save it with 8 or 16 bits a channel")
     # 65535 = 255 * 257.
