@@ -24,6 +24,7 @@ from flow_grpo.settings import config_files
 from flow_grpo.weights import load_weights, model_files, policies
 
 LATER = "train_flux2_klein", "train_flux2_klein_9b_pr", "train_flux2_klein_nft", "train_qwenimage_21_pr"
+SD3 = pytest.param("train_sd3_dpo", marks=pytest.mark.slow)  # whose table of positions takes eight seconds
 
 
 def test_both_epochs_draw_one_prompt(tmp_path):
@@ -58,7 +59,7 @@ def test_the_work_of_an_epoch_is_counted_by_phase(shallow, tmp_path, monkeypatch
     assert update_flops == pytest.approx(2 * trunks * 2 * row, rel=1e-3)
 
 
-@pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_nft", "train_sd3_dpo", *LATER])
+@pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_nft", SD3, *LATER])
 def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(script):
     """The weights of such a run are random, and none is made here."""
     name, family, config = bench.setup(bench.parser().parse_args(["--script", script, "--size", "full"]))

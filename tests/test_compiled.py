@@ -173,7 +173,15 @@ def test_queries_keys_and_values_share_one_product_of_their_adapters_inputs(unco
         assert (one - other).norm() <= 1e-4 * other.norm()
 
 
-@pytest.mark.parametrize("kind", ["merged", "merged, 8 bits", "adapters beside", "gradients"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "merged",
+        pytest.param("merged, 8 bits", marks=pytest.mark.slow),
+        pytest.param("adapters beside", marks=pytest.mark.slow),
+        "gradients",
+    ],
+)
 def test_four_blocks_of_a_transformer_are_compiled_once(kind, tmp_path, monkeypatch):
     """With gradients, too, though nothing before the first one learns."""
     model = loaded("qwenimage", torch_dtype=torch.bfloat16)

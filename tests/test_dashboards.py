@@ -282,6 +282,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for wandb's process in /proc")
 def test_a_wandb_service_that_dies_in_a_run_is_one_sentence_and_ends_nothing(shallow, tmp_path):
     """In a process of its own, which ends as one does."""

@@ -158,6 +158,7 @@ def test_a_group_whose_images_score_alike_is_left_out_and_leaves_the_mean_to_the
     assert lines_of(recorded("online dpo").folder, "update")[0]["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_options_run(pairs, tmp_path):
     """bf16, a moving reference offline, inner epochs with guidance."""
     how = dict(precision="bf16", fsdp__activation_checkpointing=1.0, fsdp__offload="optimizer")
@@ -178,7 +179,7 @@ def test_a_loaded_adapter_is_its_own_reference(recorded, tmp_path):
     assert second[0]["implicit_accuracy"] == 0
 
 
-@pytest.mark.parametrize("name", ["flux", "flux2_klein"])
+@pytest.mark.parametrize("name", ["flux", pytest.param("flux2_klein", marks=pytest.mark.slow)])
 def test_policy_and_reference_are_trained_where_and_as_images_are_sampled(name, tmp_path):
     """FLUX.1's transformer takes the rollout's guidance as an input; FLUX.2-klein's shift is that of its steps."""
     heard = []

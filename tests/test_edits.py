@@ -148,7 +148,15 @@ def test_what_no_run_could_use_is_refused(tmp_path):
     assert_refused(rows)
 
 
-@pytest.mark.parametrize("name", ["editreward_qwenimage_edit", "edits_qwenimage_edit_pr", NFT, DPO])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "editreward_qwenimage_edit",
+        "edits_qwenimage_edit_pr",
+        pytest.param(NFT, marks=pytest.mark.slow),
+        pytest.param(DPO, marks=pytest.mark.slow),
+    ],
+)
 def test_every_algorithm_trains_on_sources_and_shows_them(name, tmp_path):
     """With what is shipped, in place of EditReward and its model."""
     how = dict(train__ema_interval=1, eval_freq=1, num_epochs=1)

@@ -304,9 +304,10 @@ RUNS = {  # beside the window below: each type of noise, both rollouts and both 
 }
 EXACT = []
 for name, kind in itertools.product(MODELS, RUNS):
-    # Tracing a model and starting two ranks take many times as long as its run: one model shows either.
-    is_slow = name != "qwenimage" and kind in ("branches, compiled", "window, sharded")
+    # Each model draws branches in slots, one model shows each other kind, and two ranks are test_ranks.py's.
+    is_slow = kind == "window, sharded" or (name != "qwenimage" and kind != "branches in slots")
     EXACT.append(pytest.param(name, kind, marks=[pytest.mark.slow] if is_slow else []))
+FIRST, *FURTHER = MODELS
 
 
 def assert_begins_exact(folder):
@@ -334,7 +335,7 @@ def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, few, 
     assert_begins_exact(run(f"shapes_qwenimage{variants}", tmp_path / "runs", **how))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)])
 def test_a_window_from_a_cache_is_exact_too_and_diffusers_and_evaluate_py_read_what_its_run_leaves(name, few, tmp_path):
     how = HOW | dict(eval_freq=1, height=64, width=96, sample__sde_type="sde", cache_dir=str(tmp_path / "cache"))
     how |= dict(train__learning_rate=1e-2, train__ema_interval=1)
@@ -355,7 +356,12 @@ def test_a_window_from_a_cache_is_exact_too_and_diffusers_and_evaluate_py_read_w
     assert (draw() - before).abs().max() > 1e-3
 
 
-TWINS = sorted(path.stem for path in Path("scripts").glob("train_*.py") if "qwenimage" not in path.stem)
+TWINS = []
+for path in sorted(Path("scripts").glob("train_*.py")):
+    if "qwenimage" not in path.stem:
+        # One of each algorithm with this model, and one of the other model.
+        is_slow = path.stem not in ("train_flux", "train_sd3_pr", "train_flux_nft", "train_sd3_dpo")
+        TWINS.append(pytest.param(path.stem, marks=[pytest.mark.slow] if is_slow else []))
 
 
 @pytest.mark.parametrize("script", TWINS)
@@ -392,6 +398,7 @@ OTHERS = [(name, "_nft") for name in ("flux", "flux2_klein", "qwenimage_21")]
 OTHERS += [("qwenimage_edit", "_dpo,online"), ("sd3", "_dpo")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "kind"), OTHERS)
 def test_images_that_are_no_square_are_trained_by_the_other_algorithms(model, kind, few, tmp_path):
     """Windows and branches: above. Each model with each algorithm, on squares: the twins."""

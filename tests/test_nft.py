@@ -266,6 +266,7 @@ def test_no_log_prob_is_in_its_metrics_and_an_average_image_moves_nothing(shallo
     assert still[0]["grad_norm"] < 1e-4 * updates[0]["grad_norm"]
 
 
+@pytest.mark.slow
 def test_options_run(shallow, tmp_path):
     """A second order, inner epochs, a small beta, bf16."""
     how = dict(sample__flash_ratio=0.5, train__inner_epochs=2, train__timestep_fraction=1.0, train__nft_beta=0.1)

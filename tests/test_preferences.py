@@ -455,6 +455,7 @@ def test_without_a_terminal_it_says_how_far_it_is_and_how_to_take_less(tmp_path,
     assert counts == ["4/24", "8/24", "12/24", "16/24", "20/24"]
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_files_of_one(tmp_path):
     data = few_prompts(tmp_path / "data")
     whole = prepare(NAME, tmp_path / "whole", dataset=data, sample__num_images_per_prompt=2)

@@ -120,7 +120,7 @@ def test_it_goes_on_and_is_evaluated_on_the_base_that_it_was_trained_on(shallow,
 @pytest.mark.parametrize(
     ("plain", "others"),
     [  # of base_precision and sample.rollout_weights, and how far rewards may lie apart
-        (("", "merged"), [("", "merged_fp8", 0.02), ("nf4", "exact", 0.1)]),
+        pytest.param(("", "merged"), [("", "merged_fp8", 0.02), ("nf4", "exact", 0.1)], marks=pytest.mark.slow),
         (("fp8_weights", "exact"), [("fp8_weights", "fp8", 0.02), ("fp8_weights", "merged_fp8", 0.02)]),
     ],
 )

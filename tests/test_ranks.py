@@ -163,7 +163,8 @@ def test_a_rank_without_a_score_gathers_the_names_of_the_others(tmp_path):
             assert line[f"{prefix}/brightness_half"] == 0.5
 
 
-@pytest.mark.parametrize("rank", [4, pytest.param(0, marks=pytest.mark.slow)], ids=["LoRA", "full weights"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
 def test_two_sharded_ranks_read_the_pairs_of_one(rank, pairs, tmp_path):
     """Replicated references, of LoRA and of full weights, are online DPO's and DiffusionNFT's, above."""
     name = "shapes_qwenimage_dpo"
@@ -234,7 +235,7 @@ def checks_of(config):
         plan(config, num_ranks)
 
 
-@pytest.mark.parametrize("seed", [1, 16])
+@pytest.mark.parametrize("seed", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_two_ranks_equal_one_for_settings_that_are_drawn(seed, shallow, tmp_path):
     name, how = drawn(seed)
     how |= shallow | dict(num_epochs=1, eval_freq=0)

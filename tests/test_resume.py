@@ -130,13 +130,14 @@ def test_without_branches_no_choice_of_the_weight_is_equal_and_nothing_is_said(t
     assert "step_weight" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["nft", "dpo", "online dpo"])
+@pytest.mark.parametrize("kind", ["nft", "dpo", pytest.param("online dpo", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_unbroken_one(kind, recorded, tmp_path):
     """DiffusionNFT and online DPO with a reference that moves after the checkpoint."""
     unbroken = recorded(kind)
     assert_same(unbroken.folder, go_on(unbroken, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shapes_qwenimage_nft,awm", "shapes_qwenimage_nft,ram", "shapes_qwenimage_nft,crd"])
 def test_a_resumed_run_of_another_loss_is_the_unbroken_one(name, shallow, tmp_path):
     how = shallow | dict(num_epochs=2, save_freq=1, keep_checkpoints=9, eval_freq=0, train__learning_rate=1e-3)
@@ -163,6 +164,7 @@ def test_a_run_ends_as_after_its_last_epoch_once_its_hours_are_over(shallow, tmp
     assert len(lines_of(timed, "epoch")) == 4, "a resumed run counts its hours anew"
 
 
+@pytest.mark.slow
 def test_all_ranks_end_by_the_main_ranks_clock(tmp_path):
     """The other rank's clock stands still: by itself it would go on, and wait for ever."""
     launch(__file__, tmp_path)

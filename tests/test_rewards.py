@@ -404,7 +404,7 @@ def test_a_reward_whose_spread_drowns_another_is_named(weights, words):
     assert bool(words) == bool(sentence)
 
 
-@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+@pytest.mark.parametrize("name", [WINDOW, pytest.param(BRANCHES, marks=pytest.mark.slow)])
 def test_filtered_groups_leave_the_mean_to_the_others(name, shallow, tmp_path):
     """The gradient is the unfiltered one over the share of groups that are kept: zero advantages add nothing to it."""
 
@@ -501,8 +501,8 @@ def spoiling_two(draw):
     ("name", "more"),
     [
         (WINDOW, dict(train__parity_limit=0.0)),  # ratios of what is spoilt are not 1
-        (NFT, {}),
-        (DPO, dict(preferences__min_margin=0.0)),
+        pytest.param(NFT, {}, marks=pytest.mark.slow),
+        pytest.param(DPO, dict(preferences__min_margin=0.0), marks=pytest.mark.slow),
     ],
 )
 def test_a_masked_image_does_not_move_the_policy(name, more, shallow, tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ def interrupt(command, folder, number, num_ranks, delay_s):
     ("number", "num_ranks", "grace_s"),
     [
         (signal.SIGTERM, 1, 25.0),
-        (signal.SIGUSR1, 2, 25.0),
+        pytest.param(signal.SIGUSR1, 2, 25.0, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 2, 0.0, marks=pytest.mark.slow),
         (signal.SIGINT, 1, 0.0),
     ],

@@ -1,6 +1,7 @@
 """Runs that were measured at full size, and whether their figures hold for a config: assets/measured.json."""
 
 import json
+from functools import cache
 from typing import Any, NamedTuple
 
 from flow_grpo.base import locations
@@ -54,16 +55,20 @@ def rows() -> list[Row]:
     return [Row(**row) for row in json.loads(FILE.read_text())]
 
 
+@cache
+def _configs() -> list[tuple[Row, Config]]:
+    """Return the rows whose config file is here, each with the config that was measured."""
+    here = [row for row in rows() if (config_files.CHECKOUT / row.file).is_file()]
+    return [(row, row.config()) for row in here]
+
+
 def closest(config: Config) -> tuple[Row, list[str]] | None:
     """Find the measured run from which a config differs least, among those of its name or of its model and algorithm.
 
     Returns it with the settings that differ, in words; None if there is no such run, or no config/ as in a checkout.
     """
     closest_row = None
-    for row in rows():
-        if not (config_files.CHECKOUT / row.file).is_file():
-            continue
-        known = row.config()
+    for row, known in _configs():
         is_like = (known.model, known.algorithm) == (config.model, config.algorithm)
         if is_like or known.name == config.name:
             differences = _differences(config, known, row.gpus)
