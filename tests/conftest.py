@@ -12,8 +12,9 @@ os.environ["WANDB_MODE"] = "disabled"
 # Where MKL has AVX2 alone, the bits of a product depend on where in memory its factors lie unless it is told otherwise.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-# Files whose tests take up to a minute each.
-LONGEST = ("test_ranks", "test_benchmarks", "test_compiled", "test_packages")
+# Files whose tests take up to half a minute each, those of `make test-all` more.
+LONGEST = ("test_ranks", "test_benchmarks", "test_compiled", "test_packages", "test_signals", "test_fsdp_utils")
+LONGEST += ("test_checkpoints",)
 
 
 def pytest_addoption(parser):

@@ -38,8 +38,9 @@ def test_both_epochs_draw_one_prompt(tmp_path):
 
 def test_the_work_of_an_epoch_is_counted_by_phase(shallow, tmp_path, monkeypatch):
     """2 trained steps of 4, guided; a branch that leaves at step k takes 3 - k more; an update's row counts twice."""
-    how = dict(sample__guidance_scale=4.0, sample__completion_batch_size=1, sample__num_prompts_per_epoch=2)
-    how |= dict(sample__num_images_per_prompt=2, sample__num_branches=2, model=shallow["model"])
+    how = dict(sample__guidance_scale=4.0, sample__completion_batch_size=1, sample__num_prompts_per_epoch=1)
+    how |= dict(sample__num_images_per_prompt=2, sample__batch_size=2, sample__num_branches=2)
+    how |= dict(model=shallow["model"], logger="none")
     config = config_of("shapes_qwenimage_pr", tmp_path, **how)
     config.sample.flash_ratio = 0.0
     config.sample.rollout_weights = "exact"
