@@ -109,7 +109,11 @@ def assert_diffusers_own(model, prompts, condition, guidance_scale=4.0, height=6
     torch.testing.assert_close(samples.images, expected, rtol=0, atol=rounding(size=7 * 16 + STEPS * 8))
 
 
-@pytest.mark.parametrize(("size", "guidance_scale"), [(SIZE, 1.0), (Size(64, 96), 4.0), (Size(96, 64), 4.0)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "guidance_scale"),
+    [(SIZE, 1.0), (Size(64, 96), 4.0), pytest.param(Size(96, 64), 4.0, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, size):
     if size.width > size.height and model.NAME in SIBLINGS:
         config = model.transformer.config | SIBLINGS[model.NAME]

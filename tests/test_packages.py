@@ -183,6 +183,7 @@ def wheel(tmp_path_factory):
     return zipfile.ZipFile(path)
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_every_module_the_tiny_model_and_the_shapes(wheel):
     names = set(wheel.namelist())
     for path in (*PACKAGE.rglob("*.py"), *PACKAGE.glob("assets/tiny_qwenimage/**/*.*")):
@@ -219,6 +220,7 @@ def test_an_installed_package_runs_the_scripts_and_configs_that_it_carries(wheel
     assert (unknown.returncode, "nearest: train_qwenimage" in unknown.stderr) == (1, True)
 
 
+@pytest.mark.slow
 def test_a_wheel_names_its_requirements_and_pythons_and_holds_its_licence_which_the_citation_names(wheel):
     files = {}
     for name in wheel.namelist():

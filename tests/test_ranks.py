@@ -89,6 +89,7 @@ def test_two_ranks_equal_one_and_leave_everything(name, start, how, shallow, tmp
     assert_complete(two, [0, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shapes_qwenimage_nft,ram", "shapes_qwenimage_nft,crd", "shapes_qwenimage_pr,rsm"])
 def test_two_ranks_equal_one_for_other_losses(name, shallow, tmp_path):
     """A group of crd, which its loss looks at as a whole, is a batch."""

@@ -154,14 +154,14 @@ def clock(step_s=1800.0):
 def test_a_run_ends_as_after_its_last_epoch_once_its_hours_are_over(shallow, tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "time", clock())
     how = shallow | dict(eval_freq=4)
-    whole = train(NAME, tmp_path / "whole", num_epochs=2, **how)  # without a limit no hours end it
-    timed = train(NAME, tmp_path / "timed", num_epochs=4, max_hours=1.0, **how)
+    whole = train(NAME, tmp_path / "whole", num_epochs=1, **how)  # without a limit no hours end it
+    timed = train(NAME, tmp_path / "timed", num_epochs=4, max_hours=0.5, **how)
     assert lines_of(timed) == lines_of(whole)
     assert best_of(timed) == best_of(whole)
-    for file in ("checkpoints/epoch_000002", "pytorch_lora_weights.safetensors", "best", "reward.png"):
+    for file in ("checkpoints/epoch_000001", "pytorch_lora_weights.safetensors", "best", "reward.png"):
         assert (timed / file).exists()
-    train(NAME, tmp_path / "timed", num_epochs=4, max_hours=1.0, resume_from="latest", **how)
-    assert len(lines_of(timed, "epoch")) == 4, "a resumed run counts its hours anew"
+    train(NAME, tmp_path / "timed", num_epochs=4, max_hours=0.5, resume_from="latest", **how)
+    assert len(lines_of(timed, "epoch")) == 2, "a resumed run counts its hours anew"
 
 
 @pytest.mark.slow

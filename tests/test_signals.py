@@ -63,7 +63,7 @@ def interrupt(command, folder, number, num_ranks, delay_s):
         (signal.SIGTERM, 1, 25.0),
         pytest.param(signal.SIGUSR1, 2, 25.0, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 2, 0.0, marks=pytest.mark.slow),
-        (signal.SIGINT, 1, 0.0),
+        pytest.param(signal.SIGINT, 1, 0.0, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_completed_is_saved_and_the_run_goes_on_as_if_nothing_had_happened(

@@ -8,6 +8,7 @@ import ast
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -96,10 +97,11 @@ def of_stored(values: Mapping[str, Any]) -> Config:
 
 
 SomeSection = TypeVar("SomeSection", bound=Section)
+_types_of = cache(get_type_hints)  # which reads annotations anew with each call
 
 
 def _filled(section: type[SomeSection], values: ConfigDict | Mapping[str, Any]) -> SomeSection:
-    types = get_type_hints(section)
+    types = _types_of(section)
     return section(**{entry.name: _converted(values[entry.name], types[entry.name]) for entry in fields(section)})
 
 
