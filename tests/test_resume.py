@@ -137,8 +137,14 @@ def test_a_resumed_run_is_the_unbroken_one(kind, recorded, tmp_path):
     assert_same(unbroken.folder, go_on(unbroken, tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["shapes_qwenimage_nft,awm", "shapes_qwenimage_nft,ram", "shapes_qwenimage_nft,crd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shapes_qwenimage_nft,crd",  # a third policy
+        pytest.param("shapes_qwenimage_nft,awm", marks=pytest.mark.slow),
+        pytest.param("shapes_qwenimage_nft,ram", marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_of_another_loss_is_the_unbroken_one(name, shallow, tmp_path):
     how = shallow | dict(num_epochs=2, save_freq=1, keep_checkpoints=9, eval_freq=0, train__learning_rate=1e-3)
     unbroken = Run(train(name, tmp_path / "unbroken", **how), name, how)
