@@ -152,7 +152,7 @@ def test_what_no_run_could_use_is_refused(tmp_path):
     "name",
     [
         "editreward_qwenimage_edit",
-        "edits_qwenimage_edit_pr",
+        pytest.param("edits_qwenimage_edit_pr", marks=pytest.mark.slow),
         pytest.param(NFT, marks=pytest.mark.slow),
         pytest.param(DPO, marks=pytest.mark.slow),
     ],

@@ -127,7 +127,7 @@ def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, size)
     )
 
 
-@pytest.mark.parametrize("width", [None, 96])
+@pytest.mark.parametrize("width", [pytest.param(None, marks=pytest.mark.slow), 96])
 @pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].CUTS_PADDING])
 def test_prompts_of_unequal_lengths_are_diffusers_own_whatever_they_are_padded_to(name, width):
     model = loaded(name, torch_dtype=torch.float64)
@@ -363,8 +363,8 @@ def test_a_window_from_a_cache_is_exact_too_and_diffusers_and_evaluate_py_read_w
 TWINS = []
 for path in sorted(Path("scripts").glob("train_*.py")):
     if "qwenimage" not in path.stem:
-        # One of each algorithm with this model, and one of the other model.
-        is_slow = path.stem not in ("train_flux", "train_sd3_pr", "train_flux_nft", "train_sd3_dpo")
+        # One of each model.
+        is_slow = path.stem not in ("train_flux_nft", "train_sd3_dpo")
         TWINS.append(pytest.param(path.stem, marks=[pytest.mark.slow] if is_slow else []))
 
 

@@ -149,6 +149,7 @@ def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path)
             assert ours[f"health/{sign}"] == pytest.approx(theirs[f"health/{sign}"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_rank_without_a_score_gathers_the_names_of_the_others(tmp_path):
     """All of its images are masked, in rollouts and evaluations; the reward's side figure is known to rank 1 alone."""
     how = dict(

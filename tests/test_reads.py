@@ -121,7 +121,10 @@ def switched_off(config):
     return off
 
 
-@pytest.mark.parametrize("algorithm", RUNS)
+OTHER_SCRIPTS = [pytest.param(algorithm, marks=pytest.mark.slow) for algorithm in RUNS if algorithm != table.GRPO]
+
+
+@pytest.mark.parametrize("algorithm", [table.GRPO, *OTHER_SCRIPTS])
 def test_a_script_reads_exactly_the_settings_whose_entries_say_so(algorithm, shallow, tmp_path, monkeypatch):
     found = defaultdict(set)
     declares = {setting.key for setting in table.SETTINGS if algorithm in setting.used_by}

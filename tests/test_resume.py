@@ -130,7 +130,9 @@ def test_without_branches_no_choice_of_the_weight_is_equal_and_nothing_is_said(t
     assert "step_weight" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["nft", "dpo", pytest.param("online dpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["nft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "online dpo"))]
+)
 def test_a_resumed_run_is_the_unbroken_one(kind, recorded, tmp_path):
     """DiffusionNFT and online DPO with a reference that moves after the checkpoint."""
     unbroken = recorded(kind)
