@@ -177,6 +177,7 @@ def test_a_run_takes_the_fast_path_where_no_gradient_is_wanted(shallow, tmp_path
     assert all(width % 4 == 0 for width in widths[False])
 
 
+@pytest.mark.slow
 @bf16_attention
 def test_blocks_are_measured():
     """Not compiled here, which takes a minute."""

@@ -258,6 +258,7 @@ def test_a_run_with_an_alarm_says_so_once_and_goes_on_or_stops_with_everything_s
     assert (folder / "reward.png").is_file()
 
 
+@pytest.mark.slow
 def test_a_lowered_learning_rate_and_the_pause_after_it_outlast_resuming(shallow, tmp_path, alarmed, monkeypatch):
     monkeypatch.setattr(health, "PAUSE", 3)
     how = shallow | dict(health__action="lower_learning_rate", save_freq=1, num_epochs=4, eval_freq=0)

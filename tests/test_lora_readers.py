@@ -208,6 +208,7 @@ def test_a_lora_for_peft_keeps_its_dtype_and_is_read_here_too(rounded, policy, b
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_exports_bfloat16_writes_nothing_else_as_lora_files_and_resumes_bit_for_bit(shallow, tmp_path):
     how = shallow | dict(num_epochs=2, eval_freq=1, save_freq=1, train__ema_interval=1)
     float32 = train("shapes_qwenimage", tmp_path / "float32", **how)

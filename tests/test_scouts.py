@@ -40,7 +40,7 @@ def test_the_best_and_the_worst_scouts_of_each_prompt_are_drawn_again_from_their
     run.board.finish()
 
 
-@pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_nft"])
+@pytest.mark.parametrize("name", ["shapes_qwenimage", pytest.param("shapes_qwenimage_nft", marks=pytest.mark.slow)])
 def test_a_run_with_cheap_scouts_trains_what_it_draws_again(name, shallow, tmp_path):
     how = SCOUTS | dict(sample__rollout_weights="merged", sample__num_steps=6, num_epochs=1, eval_freq=0)
     folder = train(name, tmp_path, lora__rank=4, **how | shallow)
