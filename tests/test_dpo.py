@@ -139,6 +139,7 @@ def test_online_the_reference_becomes_the_policy_every_few_updates(recorded):
     assert [row["images"] for row in lines_of(folder, "epoch")] == [32, 64, 96]
 
 
+@pytest.mark.slow
 def test_a_group_whose_images_score_alike_is_left_out_and_leaves_the_mean_to_the_others(recorded, tmp_path):
     """The group's pairs count nothing; without such a margin they do."""
     weights = []

@@ -433,6 +433,7 @@ def test_rows_are_compared_on_what_they_share_and_runs_of_several_seeds_have_a_m
     assert f"of {runs[4]}, {again}, which differ in the seed: {rows[0]['shapes_accuracy']:.4g} ± 0" in table
 
 
+@pytest.mark.slow
 def test_a_larger_batch_or_a_noise_less_changes_no_score_and_a_run_chose_its_best_by_the_same(runs, tmp_path):
     chosen_by = best.read_best(runs[4]).value
 

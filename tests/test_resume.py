@@ -365,6 +365,7 @@ def test_a_branch_rolls_back_to_its_parents_best_policy_beside_which_there_was_n
     assert lines_of(branch, "epoch")[-1]["health/rolled_back_to"] == best.read_best(tmp_path / NEWEST).epoch
 
 
+@pytest.mark.slow
 def test_a_branch_may_change_its_reward_rate_and_algorithm(how, tmp_path, monkeypatch):
     """Comparisons with the parent begin anew, and policies that the parent had not are the loaded one."""
     read_progress = checkpoints.read_progress

@@ -61,7 +61,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", [WINDOW, BRANCHES])
+@pytest.mark.parametrize("name", [WINDOW, pytest.param(BRANCHES, marks=pytest.mark.slow)])
 def test_options_run_with_the_rollouts_log_probs_finite_numbers_and_a_growing_kl(name, options, shallow, tmp_path):
     only = "fraction" if name == WINDOW else "window"  # of the other script
     how = {key: value for key, value in OPTIONS[options].items() if only not in key}
