@@ -96,6 +96,7 @@ def test_the_table_has_means_over_seeds_and_the_lowest(recorded, tmp_path):
     assert row == "| 1 | 2 | -2.75 ± 0.25 | -2.75 ± 0.25 | -1.75 ± 0.25 | -2 |"
 
 
+@pytest.mark.slow
 def test_a_sweep_says_which_runs_fail_and_an_interrupted_one_goes_on(shallow, tmp_path):
     """The second value is refused by the script. The first run is interrupted in its long training, and saves."""
     out = tmp_path / "runs"
