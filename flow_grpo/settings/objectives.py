@@ -142,8 +142,8 @@ FORWARD_OBJECTIVES = {
         "advantage-weighted matching (arXiv:2509.25050)",
         reads=("clip_range",),
         check=needs_moving_ratio,
-        caution="is not stable: every long run on the tiny model ended with an infinite or NaN gradient, after 294 to "
-        "424 updates; set health.action, and see docs/algorithms/awm.md",
+        caution="is not stable: every long run of ,awm on the tiny model ended with an infinite or NaN gradient, after "
+        "294 to 424 updates, and one of train.beta 2 did not; set health.action, and see docs/algorithms/awm.md",
     ),
     "dgpo": Objective(
         SURROGATES + "dgpo",
