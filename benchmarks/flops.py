@@ -1,18 +1,14 @@
 """How much arithmetic a forward of a model is, so that rates of different settings can be compared."""
 
-import copy
-
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
+from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.plan import row_cost
 
 
-@torch.no_grad()
 def row_flops(model: FlowModel, condition: Condition, size: Size) -> int:
     """Return multiply-adds times two of one row's forward: matrix products and attention.
 
@@ -21,17 +17,12 @@ def row_flops(model: FlowModel, condition: Condition, size: Size) -> int:
     Args:
         condition: of any number of rows.
     """
-    pipeline = copy.copy(model.pipeline)
-    # Tensors without numbers are enough to count, and take no memory.
-    with sdpa_kernel(SDPBackend.MATH), FakeTensorMode(), FlopCounterMode(display=False) as counter:
-        pipeline.transformer = model.TRANSFORMER.from_config(model.transformer_config)
-        empty = type(model)(pipeline, torch.device("cpu"))
-        fields = {}
-        for name, tensor in condition.tensors().items():
-            fields[name] = torch.empty(1, *tensor.shape[1:], dtype=tensor.dtype)
-        latents = torch.empty(1, *model.latent_shape(size))
-        empty.forward(latents, torch.empty(1), Condition(**fields), 1.0, size)
-    return counter.get_total_flops()
+    with loading.empty_weights():
+        transformer = model.TRANSFORMER.from_config(model.transformer_config)
+    shapes = {name: tuple(tensor.shape[1:]) for name, tensor in condition.tensors().items()}
+    shapes["latents"] = model.latent_shape(size)
+    cost, _ = row_cost.count(model, transformer, size, shapes)
+    return cost.flops
 
 
 def matrix_rate(device: torch.device, size: int = 8192, repeats: int = 20) -> float:

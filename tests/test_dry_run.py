@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import ROOT, as_prompts, config_of, loaded, plan, stored, train
+from small import ROOT, as_prompts, config_of, loaded, stored, train
 
 from flow_grpo.command_line import checks
 from flow_grpo.data import embedding_cache
 from flow_grpo.data.prompts import Split
-from flow_grpo.run import dry_run, measured
+from flow_grpo.plan import measured
+from flow_grpo.run import dry_run
 from flow_grpo.settings import config_files, table
 
 
@@ -25,56 +26,62 @@ def test_a_dry_run_says_what_a_run_would_be_and_makes_no_folder(tmp_path, capsys
     assert not (tmp_path / "runs").exists()
 
 
-def closest(run, /, **changes):
-    """The measured run that is closest to one of config/ on four GPUs, and the settings in which they differ."""
+def row_of(run, /, **changes):
+    """The measured run whose figures hold for one of config/ on four GPUs."""
     config = config_files.load(f"{ROOT}/config/{run}")
     config.dry_run = 4
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
-    row, differences = measured.closest(config)
-    return row.run, [words.split()[0] for words in differences]
+    return measured.of_config(table.typed(config))
 
 
-def test_each_measured_row_is_the_closest_of_its_own_config():
+def test_each_measured_row_holds_for_its_own_config():
     for row in measured.rows():
         config = replace(row.config(), dry_run=row.gpus)
-        assert measured.closest(config) == (row, [])
+        assert measured.of_config(config) == row
 
 
 def test_measured_figures_hold_whatever_is_changed_that_costs_nothing():
     changes = dict(seed=1, name="mine", num_epochs=7, dataset="data/mine", train__learning_rate=1e-3, lora__alpha=7)
     changes |= dict(eval__num_steps=9, health__action="stop", cache_dir="elsewhere", reward_fn__pickscore=0.5)
-    assert closest("grpo.py:pickscore_qwenimage", **changes) == ("pickscore_qwenimage", [])
+    row = row_of("grpo.py:pickscore_qwenimage", **changes)
+    assert (row.run, row.settings) == ("pickscore_qwenimage", {})
 
 
-COSTLY = {"height": 1024, "lora.rank": 512, "sample.num_steps": 40, "sample.scouts_per_image": 4, "compile": False}
+COSTLY = {"height": 1024, "lora.rank": 512, "sample.num_steps": 40, "sample.scouts_per_image": 4}
 COSTLY |= {"train.inner_epochs": 4, "fsdp.activation_checkpointing": 0.0, "sample.batch_size": 4, "cache_dir": ""}
 COSTLY |= {"train.beta": 0.1, "model": "mine"}
 
 
 @pytest.mark.parametrize("key", COSTLY)
 def test_measured_figures_do_not_hold_where_a_setting_that_costs_is_changed(key):
-    assert closest("grpo.py:pickscore_qwenimage", **{key: COSTLY[key]}) == ("pickscore_qwenimage", [key])
+    assert row_of("grpo.py:pickscore_qwenimage", **{key: COSTLY[key]}) is None
 
 
 def test_sharded_weights_were_measured_on_one_number_of_gpus():
     changes = dict(lora__rank=0, fsdp__mode="shard", compile=False, sample__batch_size=8)
-    assert closest("grpo.py:pickscore_qwenimage", **changes)[1] == []
-    assert closest("grpo.py:pickscore_qwenimage", **changes, dry_run=8)[1] == ["weights"]
+    assert row_of("grpo.py:pickscore_qwenimage", **changes).gpus == 4
+    assert row_of("grpo.py:pickscore_qwenimage", **changes, dry_run=8) is None
 
 
-def test_a_run_that_differs_from_what_was_measured_is_told_no_figures():
-    config = config_files.load(f"{ROOT}/config/grpo.py:pickscore_qwenimage")
-    config.dry_run = 8
-    batches = plan(config, 8)
-    assert "58.6 GiB" in dry_run.gpu(config, batches)
-    assert "80 GB" in dry_run.gpu(config, batches)
-    config.width = 1024
-    said = dry_run.gpu(config, batches)
-    assert "width 1024 instead of 512" in said
-    assert "GiB" not in said
-    config.model = "another"
-    config.name = "mine"
-    assert "was not measured" in dry_run.gpu(config, batches)
+def test_lines_say_where_figures_are_from():
+    config = replace(config_of_type("pickscore_qwenimage"), dry_run=8)
+    known = dry_run.GpuFigures("measured", 58.6, 0.88, 2.02, 0.5, 7.04)
+    said = "\n".join(dry_run.gpu(config, known))
+    assert "GPU, measured: 58.6 GiB" in said
+    assert "80 GB" in said
+    assert "7.04 images/s to be scored" in said
+    unknown = dry_run.GpuFigures("", None, None, None, None, None)
+    assert "no figures" in "\n".join(dry_run.gpu(config, unknown))
+    assert "more than an H200 has" in "\n".join(dry_run.gpu(config, known._replace(gib=150.0)))
+
+
+def config_of_type(name):
+    """Typed settings of a published run."""
+    return table.typed(config_files.load(f"{ROOT}/config/grpo.py:{name}"))
+
+
+def test_numbers_have_no_exponents():
+    assert [dry_run.rounded(number) for number in (1142.0, 326.9, 0.0118, 3.77)] == ["1,100", "330", "0.012", "3.8"]
 
 
 def test_a_loss_that_is_not_stable_says_so_in_a_dry_run_and_at_the_start_of_a_run(shallow, tmp_path, capsys):

@@ -56,6 +56,7 @@ from flow_grpo.command_line import command_line
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.models.qwenimage_21 import QwenImage21Pipeline, TextProcessor
 from flow_grpo.diffusers_patch.models.qwenimage_edit import QwenImageEditPlusPipeline
+from flow_grpo.plan.sketch import transformer_sizes
 
 PROMPTS = Path(__file__).parents[1] / "dataset" / "shapes" / "train_metadata.jsonl"
 SHIPPED = Path(__file__).parents[1] / "flow_grpo" / "assets" / "tiny_qwenimage"  # lends tokenizer and scheduler
@@ -94,9 +95,7 @@ PUBLISHED = dict(
     | dict(projection_dim=1280),
     t5=dict(d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64),
     vae=dict(block_out_channels=(128, 256, 512, 512), layers_per_block=2, norm_num_groups=32),
-    sd3=dict(num_layers=24, attention_head_dim=64, num_attention_heads=24, joint_attention_dim=4096, sample_size=128)
-    | dict(caption_projection_dim=1536, pooled_projection_dim=2048, pos_embed_max_size=384)
-    | dict(dual_attention_layers=tuple(range(13))),
+    sd3=transformer_sizes("stabilityai/stable-diffusion-3.5-medium"),
     flux={},
     qwenimage={},
     qwen_text=dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28)
@@ -105,9 +104,9 @@ PUBLISHED = dict(
     qwen3=dict(vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, head_dim=128)
     | dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=40960, tie_word_embeddings=True)
     | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
-    zimage=dict(axes_lens=(1536, 512, 512)),
+    zimage=transformer_sizes("Tongyi-MAI/Z-Image"),
     klein_vae={},
-    flux2_klein=dict(num_layers=5, num_single_layers=20, num_attention_heads=24, joint_attention_dim=7680),
+    flux2_klein=transformer_sizes("black-forest-labs/FLUX.2-klein-4B"),
     qwen3_vl=dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8)
     | dict(rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}),
     qwen3_vision=dict(out_hidden_size=4096),
@@ -117,12 +116,11 @@ PUBLISHED = dict(
 PUBLISHED["klein_text"] = PUBLISHED["qwen3"]
 KLEIN_9B = dict(
     klein_text=PUBLISHED["qwen3"] | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
-    flux2_klein=dict(num_layers=8, num_single_layers=24, num_attention_heads=32, joint_attention_dim=12288),
+    flux2_klein=transformer_sizes("black-forest-labs/FLUX.2-klein-9B"),
 )
-SD35_LARGE = dict(num_layers=38, num_attention_heads=38, caption_projection_dim=2432, pos_embed_max_size=192)
 OTHERS = {  # published sizes: a name in configs -> the model, what it changes
     "flux2_klein_9b": ("flux2_klein", KLEIN_9B),
-    "sd35_large": ("sd3", dict(sd3=PUBLISHED["sd3"] | SD35_LARGE | dict(dual_attention_layers=()))),
+    "sd35_large": ("sd3", dict(sd3=transformer_sizes("stabilityai/stable-diffusion-3.5-large"))),
     "flux_schnell": ("flux", dict(flux=dict(guidance_embeds=False))),
 }
 
@@ -163,8 +161,9 @@ def qwenimage_encoders(sizes: dict, make: Callable, **tokens) -> dict[str, torch
 
 
 def sd3(sizes: dict, make: Callable) -> StableDiffusion3Pipeline:
+    size = dict(qk_norm="rms_norm") | sizes["sd3"]
     return StableDiffusion3Pipeline(
-        transformer=make(lambda: SD3Transformer2DModel(qk_norm="rms_norm", **sizes["sd3"]), torch.bfloat16),
+        transformer=make(lambda: SD3Transformer2DModel(**size), torch.bfloat16),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=make(lambda: vae(sizes, scaling_factor=1.5305, shift_factor=0.0609), torch.float32),
         text_encoder=make(lambda: CLIPTextModelWithProjection(clip_config(sizes["clip_l"])), torch.bfloat16),

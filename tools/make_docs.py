@@ -23,7 +23,7 @@ from flow_grpo.base import metric_table
 from flow_grpo.base.formatting import markdown_table
 from flow_grpo.command_line import terminal
 from flow_grpo.diffusers_patch import model_classes, registry
-from flow_grpo.run import measured
+from flow_grpo.plan import measured
 from flow_grpo.settings import table as settings
 from flow_grpo.settings import unknown_names
 from flow_grpo.settings.setting import Setting
@@ -170,6 +170,8 @@ def measured_runs() -> str:
         if row.settings:
             changes = " ".join(f"{key}={value}" for key, value in row.settings.items())
             name += f" `{changes}`"
+        if not row.gib and not row.out_of_memory:
+            continue
         figures = ["out of memory", "", ""]
         if row.gib:
             figures = [f"{row.gib:g}", f"{row.images_per_s:g}", f"{images_per_epoch(row.config().sample):,}"]

@@ -38,27 +38,35 @@ def download_hint(name: str) -> str:
 
 
 def check_hub_connection(model: str) -> None:
-    """Raise UserError for a model that only the hub can have while the hub does not answer.
+    """Raise UserError for a model that only the hub can have while the hub does not answer. Imports no torch."""
+    reason = unreachable(model)
+    if reason:
+        places = "no folder here and not in the Hugging Face cache, and the hub does not answer"
+        raise UserError(f"config.model {quoted(model)} is {places}: {reason}")
+
+
+def unreachable(model: str) -> str:
+    """Return why a model can neither be found on this machine nor be asked for on the hub; "" = it can.
 
     A download would try for 30 seconds before it says so. A hub that answers is left to refuse the name itself, when
-    the model is loaded. Imports no torch.
+    the model is loaded. Raises UserError for a LoRA in the place of a model. Imports no torch.
     """
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if Path(resolve(model)).exists():
-        return
+        return ""
     try:
         if isinstance(try_to_load_from_cache(model, "model_index.json"), str):
-            return
+            return ""
         for name in LORA_FILES:
             lora = try_to_load_from_cache(model, name)
             if isinstance(lora, str):
                 raise UserError(f"{quoted(model)} is a LoRA of the hub, no model; its path here is {Path(lora).parent}")
         get_hf_file_metadata(hf_hub_url(model, "model_index.json"))
     except (errors.HfHubHTTPError, errors.HFValidationError):
-        return
+        return ""
     except UserError:
         raise
     except Exception as error:
-        places = "no folder here and not in the Hugging Face cache, and the hub does not answer"
-        raise UserError(f"config.model {quoted(model)} is {places}: {in_one_line(error)}") from error
+        return in_one_line(error)
+    return ""

@@ -19,6 +19,7 @@ from flow_grpo.base.errors import RunFailed, UserError
 from flow_grpo.base.formatting import in_one_line, quoted
 from flow_grpo.command_line import alerts, checks, help_text, launcher, terminal
 from flow_grpo.command_line.overrides import config_of, split
+from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.sections import Config
 
 LONGEST = 2000  # characters of a sentence
@@ -45,7 +46,8 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
         config = config_of(words, default)
         if os.environ.get("RANK", "0") == "0":
             lines = help_text.replaced(file, config)
-            lines += [help_text.changed_settings(file, config)] if config.dry_run else []
+            is_read = config.dry_run and config.dry_run_format == "text"
+            lines += [help_text.changed_settings(file, config)] if is_read else []
             sys.stdout.write("".join(f"{line}\n" for line in lines))
             sys.stdout.flush()
         if script:
@@ -112,7 +114,9 @@ def _check_places(config: Config, reads_dataset: bool) -> None:
             raise UserError(f"config.dataset {quoted(config.dataset)} {what}; see docs/howto/own_data.md")
         if config.resume_from not in ("", "latest") and not Path(config.resume_from).exists():
             raise UserError(f"config.resume_from {quoted(config.resume_from)} is no checkpoint and no folder of them")
-        locations.check_hub_connection(config.model)
+        # A plan needs no more of a published model than its sizes, which are known.
+        if not (config.dry_run and registry.published(config.model)):
+            locations.check_hub_connection(config.model)
     except OSError as error:  # a name that is too long, or a folder that nobody may look into
         raise UserError(f"config.dataset, resume_from or model: {in_one_line(error)}") from error
 

@@ -1,6 +1,10 @@
 """Dry run: describe a run without loading the weights that it would train."""
 
+import json
 import math
+from typing import NamedTuple
+
+import torch
 
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.base.formatting import gpus, quoted
@@ -11,34 +15,104 @@ from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import part_of
-from flow_grpo.run import measured
+from flow_grpo.plan import estimate, forwards, measured, row_cost
 from flow_grpo.run.run import Experiment
 from flow_grpo.settings.sections import Config
-from flow_grpo.weights import policies
 
 PAGE = "docs/reference/will_it_fit.md"
 
-# Differences from a measured run that are listed.
-MOST_DIFFERENCES = 5
+# GiB that a program has of a card.
+CARD_GIB = {"24 GB": 23.0, "32 GB": 31.0, "48 GB": 46.0, "80 GB": 78.0, "141 GB": 139.0}
+
+# Weights of the smallest model that the formula is for.
+SMALLEST_ESTIMATED = 10**9
+OUT_OF_MEMORY = "out of memory"
 
 # Of a file of the cache, at most.
 HEADER_BYTES = 600
 GB = 1e9
+GIB = 2**30
+
+
+class GpuFigures(NamedTuple):
+    """Memory and time of a run."""
+
+    figures: str  # where the others are from: "measured", "estimated", or "" = there are none
+    gib: float | None  # of each GPU
+    images_per_s: float | None  # of each GPU, an H200 or H100
+    hours: float | None  # of all epochs, without evaluations and without waiting for rewards
+    evaluation_hours: float | None
+    scored_images_per_s: float | None  # that rewards must keep up with, of all GPUs together
+
+
+class Plan(NamedTuple):
+    """Figures of a run that is planned. With dry_run_format "json" they are printed by these names."""
+
+    run: str
+    gpus: int
+    epochs: int
+    images_per_epoch: int
+    updates_per_epoch: int
+    prompts: int  # that are trained on
+    looks_per_prompt: float  # epochs in which a prompt is drawn
+    weights: int
+    trained_weights: int
+    checkpoint_gb: float
+    disk_gb: float
+    gpu: GpuFigures
+
+    def to_json(self) -> str:
+        """Write all figures as one line."""
+        figures = self._asdict()
+        figures |= figures.pop("gpu")._asdict()
+        return json.dumps(figures)
+
+
+def plan_of(experiment: Experiment, num_extra: int) -> Plan:
+    """Compute the figures of a run for config.dry_run GPUs.
+
+    Args:
+        num_extra: number of policies that the script keeps beside the trained one.
+    """
+    config, _, plan, prompts = experiment
+    work = _work(experiment)
+    policy_bytes = 4 * work.size.trained
+    num_prompts = len(prompts.train)
+    return Plan(
+        run=config.name,
+        gpus=config.dry_run,
+        epochs=config.num_epochs,
+        images_per_epoch=plan.num_images,
+        updates_per_epoch=plan.updates_per_epoch * config.train.inner_epochs,
+        prompts=num_prompts,
+        looks_per_prompt=config.num_epochs * plan.num_groups / num_prompts if num_prompts else 0.0,
+        weights=work.size.weights,
+        trained_weights=work.size.trained,
+        checkpoint_gb=checkpoint_bytes(config, policy_bytes, num_extra) / GB,
+        disk_gb=disk_bytes(config, policy_bytes, num_extra) / GB,
+        gpu=gpu_figures(experiment, work),
+    )
 
 
 def describe(experiment: Experiment, num_extra: int) -> str:
-    """Return the lines that --dry_run prints.
+    """Return what --dry_run prints: lines of text, or with dry_run_format "json" the plan as one line.
 
     Args:
         experiment: planned for config.dry_run GPUs.
         num_extra: number of policies that the script keeps beside the trained one.
     """
-    config, family, plan, prompts = experiment
+    config, _, batch_plan, prompts = experiment
+    plan = plan_of(experiment, num_extra)
+    if config.dry_run_format == "json":
+        return plan.to_json()
     lines = [
-        *_epochs(config, plan),
+        *_epochs(config, batch_plan),
         *evaluations(config, prompts.evaluated),
-        gpu(config, plan),
-        *_memory(config, family, num_extra),
+        *gpu(config, plan.gpu),
+        _looks(plan),
+        f"transformer: {plan.weights / 1e9:.3g} billion weights; {_millions(plan.trained_weights)} million are trained",
+        f"checkpoints: {rounded(plan.checkpoint_gb)} GB each, {rounded(plan.disk_gb)} GB while one is written, the "
+        "best and the last weights included",
         _cache(experiment),
         _licence(config.model),
         overlap(prompts.train, prompts.evaluated),
@@ -81,44 +155,121 @@ def evaluations(config: Config, evaluated: list[Split]) -> list[str]:
     return lines
 
 
-def gpu(config: Config, plan: BatchPlan) -> str:
-    """Return measured memory and speed, if they hold for every setting; else that there are none, and why."""
-    closest = measured.closest(config)
-    if closest is None:
-        return f"GPU: this run was not measured; {PAGE} has others"
-    row, differences = closest
-    if differences:
-        changes = ", ".join(differences[:MOST_DIFFERENCES])
-        left_out = len(differences) - MOST_DIFFERENCES
-        if left_out > 0:
-            changes += f" and {left_out} more"
-        settings = "".join(f" {key}={value}" for key, value in row.settings.items())
-        return f"GPU: this run was not measured: it is {row.run}{settings} ({PAGE}) with {changes}"
-    if row.images_per_s is None:
-        return f"GPU: out of memory on a card of {row.card} ({PAGE})"
-    hours = config.num_epochs * plan.num_images / row.images_per_s / 3600 / config.dry_run
-    return (
-        f"GPU: {row.gib:g} GiB of each, for which the smallest card has {row.card}; {row.images_per_s:g} images/s of "
-        f"one H200 or H100, so {hours:.3g} hours without evaluations and rewards with a model ({PAGE})"
+def gpu(config: Config, figures: GpuFigures) -> list[str]:
+    """Lines about memory, speed and hours: measured where every setting that costs is that of a measured run, estimated
+    elsewhere."""
+    if not figures.figures:
+        return [f"GPU: no figures: the formula is for models of a billion weights and more, not for this one ({PAGE})"]
+    if figures.figures == OUT_OF_MEMORY:
+        return [f"GPU: measured: out of memory ({PAGE})"]
+    parts = []
+    if figures.gib:
+        parts.append(f"{figures.gib:.3g} GiB of each, {_cards(figures.gib)}")
+    if figures.images_per_s:
+        parts.append(
+            f"{figures.images_per_s:.3g} images/s of one H200 or H100, so {figures.hours:.3g} hours without "
+            "evaluations and without waiting for rewards"
+        )
+    lines = [f"GPU, {figures.figures}: {'; '.join(parts)} ({PAGE})"]
+    if config.evaluates and figures.evaluation_hours is not None:
+        lines.append(f"evaluations, estimated: {rounded(figures.evaluation_hours)} hours on {gpus(config.dry_run)}")
+    if figures.scored_images_per_s:
+        lines.append(f"rewards: {figures.scored_images_per_s:.3g} images/s to be scored while others are drawn")
+    return lines
+
+
+def _cards(gib: float) -> str:
+    """Say which cards have this much memory for what a run uses, and whether those of this machine do."""
+    reserved = gib * estimate.rates().reserved
+    words = "more than an H200 has"
+    for card, card_gib in CARD_GIB.items():
+        if reserved <= card_gib:
+            words = f"for which the smallest card has {card}"
+            break
+    if not torch.cuda.is_available():
+        return words
+    here = torch.cuda.get_device_properties(0).total_memory / GIB
+    verdict = "which should do" if reserved <= here else "which is too little"
+    return f"{words}; this machine's have {here:.3g} GiB, {verdict}"
+
+
+def rounded(value: float) -> str:
+    """Write a number with two digits that count, and no exponent."""
+    return f"{float(f'{value:.2g}'):,.10g}"
+
+
+def _millions(count: int) -> str:
+    """Write a count in millions, with four digits that count, and no exponent."""
+    return f"{float(f'{count / 1e6:.4g}'):,.10g}"
+
+
+def _looks(plan: Plan) -> str:
+    """Line about how often a prompt is drawn; "" without prompts."""
+    if not plan.prompts:
+        return ""
+    return f"prompts: each of {plan.prompts:,} is drawn {rounded(plan.looks_per_prompt)} times in the run"
+
+
+def gpu_figures(experiment: Experiment, work: estimate.Work) -> GpuFigures:
+    """Look up or estimate memory and time of a run for config.dry_run GPUs."""
+    config = experiment.config
+    figures, gib, images_per_s = _source(config, work)
+    hours = None
+    scored = None
+    evaluation_hours = None
+    if images_per_s:
+        num_images = config.num_epochs * work.num_images
+        hours = num_images / images_per_s / 3600 / config.dry_run
+        scored = images_per_s * config.dry_run * (1 + config.sample.scouts_per_image)
+    if figures:
+        evaluation_s = _evaluation_s(config, experiment.family, experiment.prompts.evaluated, work)
+        evaluation_hours = evaluation_s / 3600 / config.dry_run
+    return GpuFigures(figures, gib, images_per_s, hours, evaluation_hours, scored)
+
+
+def _source(config: Config, work: estimate.Work) -> tuple[str, float | None, float | None]:
+    """Return the source of the figures, GiB of each GPU and its images/s."""
+    row = measured.of_config(config)
+    if row:
+        return OUT_OF_MEMORY if row.out_of_memory else "measured", row.gib, row.images_per_s
+    if work.size.weights < SMALLEST_ESTIMATED:
+        return "", None, None
+    rates = estimate.rates()
+    images_per_s = work.num_images / estimate.epoch_s(config, work, rates)
+    return "estimated", estimate.gib(config, work, rates), images_per_s
+
+
+def _work(experiment: Experiment) -> estimate.Work:
+    """Count what an epoch computes, on the shapes of the transformer."""
+    config, family, plan, prompts = experiment
+    model = family.without_weights(config.model)
+    transformer = family.empty_transformer(config.model)
+    prompt = prompts.any if family.MOST_SOURCES else None
+    shapes = model.row_shapes(training_size(config), config.text_tokens, prompt)
+    cost, width = row_cost.count(model, transformer, training_size(config), shapes)
+    size = row_cost.model_size(transformer, config.lora, family, width)
+    update_scale = config.train.guidance_scale or config.sample.guidance_scale
+    return estimate.Work(
+        cost=cost,
+        size=size,
+        forwards=forwards.of_epoch(config, plan, family),
+        num_images=plan.num_images,
+        guided=family.is_guided(update_scale),
     )
 
 
-def _memory(config: Config, family: type[FlowModel], num_extra: int) -> list[str]:
-    """Lines about the number of weights, and about the space that checkpoints take."""
-    transformer = family.empty_transformer(config.model)
-    num_weights = sum(weight.numel() for weight in transformer.parameters())
-    policies.attach(transformer, config.lora, policies.targets(config.lora, family))
-    num_trained = sum(weight.numel() for weight in transformer.parameters() if weight.requires_grad)
-
-    # In float32.
-    policy_bytes = 4 * num_trained
-    checkpoint = checkpoint_bytes(config, policy_bytes, num_extra)
-    disk = disk_bytes(config, policy_bytes, num_extra)
-    return [
-        f"transformer: {num_weights / 1e9:.3g} billion weights; {num_trained / 1e6:,.4g} million are trained",
-        f"checkpoints: {checkpoint / GB:.2g} GB each, {disk / GB:.2g} GB while one is written, the best and the last "
-        "weights included",
-    ]
+def _evaluation_s(config: Config, family: type[FlowModel], evaluated: list[Split], work: estimate.Work) -> float:
+    """Seconds that one GPU would take for all evaluations of a run."""
+    if not config.evaluates:
+        return 0.0
+    between = [config.eval_freq, config.eval.test_freq]
+    seconds = 0.0
+    for split, epochs in zip(evaluated, between):
+        times = 2 + (config.num_epochs - 1) // epochs if epochs else 2
+        num_prompts = len(part_of(split, config.eval.num_prompts).prompts)
+        rows = forwards.of_evaluation(config, num_prompts, family)
+        seconds += times * estimate.evaluation_s(config, work, rows, num_prompts, estimate.rates())
+    return seconds
 
 
 def _state_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
@@ -162,8 +313,8 @@ def _cache(experiment: Experiment) -> str:
         return ""
     size = cached_bytes(config, experiment.family, [*prompts.values()], experiment.is_guided)
     return (
-        f"{config.cache_dir}: at most {size / GB:.2g} GB of {len(prompts):,} prompts in float32, less in the bf16 of a "
-        "GPU"
+        f"{config.cache_dir}: at most {rounded(size / GB)} GB of {len(prompts):,} prompts in float32, less in the bf16 "
+        "of a GPU"
     )
 
 

@@ -10,12 +10,12 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.base import distributed, folders, signals
+from flow_grpo.base import distributed, folders, locations, signals
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import checks
 from flow_grpo.data import embedding_cache, prompts
-from flow_grpo.diffusers_patch import loading, model_classes
+from flow_grpo.diffusers_patch import loading, model_classes, registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
@@ -24,6 +24,7 @@ from flow_grpo.kernels import compilation, flash_attention
 from flow_grpo.monitoring import provenance, trackers
 from flow_grpo.monitoring.dashboard import Dashboard, explained, say
 from flow_grpo.monitoring.metrics import Meter
+from flow_grpo.plan import sketch
 from flow_grpo.run import dry_run, evaluate, loop, resume
 from flow_grpo.run.run import Experiment, Prompts, Run
 from flow_grpo.scoring.pool import Pool
@@ -53,6 +54,7 @@ def start(
     """
     settings = checks.check(config, script)
     trackers.check_logger(settings.logger)
+    _plan_by_sizes(settings, script, stored_prompts, len(extra_policies))
     family = model_classes.resolve(settings.model, settings.model_class)
     settings = model_classes.with_digest(settings, family)
     resume.check_places(settings)
@@ -109,10 +111,36 @@ def _planned(
 def _end_dry_run(experiment: Experiment, num_extra: int) -> NoReturn:
     """Say what the run would be, which keeps `num_extra` policies beside the trained one, and end the process."""
     if int(os.environ.get("RANK", "0")) == 0:
-        say(dry_run.describe(experiment, num_extra))
+        lines = dry_run.describe(experiment, num_extra)
+        is_json = experiment.config.dry_run_format == "json"
+        if not is_json:
+            say(lines)
         pool = _load_rewards(experiment, torch.device("cpu"))
         if pool:
             pool.close()
+        # The last line, so that a program finds it.
+        if is_json:
+            say(lines)
+    raise SystemExit(0)
+
+
+def _plan_by_sizes(config: Config, script: checks.Script, stored_prompts: list[Prompt] | None, num_extra: int) -> None:
+    """End a dry run of a published model whose files cannot be had: say what the run would be by the model's sizes."""
+    published = registry.published(config.model)
+    if not config.dry_run or not published or not locations.unreachable(config.model):
+        return
+    if int(os.environ.get("RANK", "0")) == 0:
+        texts = _load_prompts(config, stored_prompts)
+        plan = script.plan(config, config.dry_run)
+        assert plan is not None, "a script that trains has a plan"
+        experiment = Experiment(config, sketch.family_of(published), plan, texts)
+        lines = dry_run.describe(experiment, num_extra)
+        if config.dry_run_format == "text":
+            say(
+                f"{config.model} is not on this machine, and the hub does not answer: the plan is that of its "
+                "published sizes; its files, the prompts' length and the rewards were not checked"
+            )
+        say(lines)
     raise SystemExit(0)
 
 

@@ -413,6 +413,9 @@ class Config(Section):
     """Say what the run would be on this number of GPUs, without loading its weights; 0 = train. --dry_run stands for
     the number that torchrun starts, --dry_run=8 for eight."""
 
+    dry_run_format: Literal["text", "json"] = setting("text", resumable=True)
+    """Form of what a dry run says: lines to be read, or one line of JSON with the figures."""
+
     custom: Any = setting({})
     """Settings of your own, which a config file of your own adds and no check looks at."""
 

@@ -134,10 +134,10 @@ def adapters_off(transformer: nn.Module) -> AbstractContextManager:
 
     Only a flag of each adapted layer changes; peft's own switch would also turn requires_grad off and on.
     """
-    return quantisation.flagged(_adapted_layers(transformer), "_disable_adapters")
+    return quantisation.flagged(adapted_layers(transformer), "_disable_adapters")
 
 
-def _adapted_layers(transformer: nn.Module) -> list[Any]:
+def adapted_layers(transformer: nn.Module) -> list[Any]:
     """Return peft's layers: modules that are a BaseTunerLayer, too."""
     return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
 
@@ -155,7 +155,7 @@ class MergedWeights:
     @torch.no_grad()
     def __init__(self, transformer: nn.Module, fp8: bool = False):
         self.transformer = transformer
-        self.layers = _adapted_layers(transformer)
+        self.layers = adapted_layers(transformer)
         self.base_layers = [_merged_layer(layer, fp8) for layer in self.layers]
 
     @contextmanager
@@ -220,7 +220,7 @@ class Reference:
         self.interval = interval
         self.guidance_scale = guidance_scale
         self.num_moves = 0  # times that it has become the policy
-        self.is_fresh = bool(fresh and _adapted_layers(transformer))
+        self.is_fresh = bool(fresh and adapted_layers(transformer))
         self.copy: Ema | None = None
         if interval or not self.is_fresh:
             self.copy = Ema(fsdp_utils.trainable_parameters(transformer))

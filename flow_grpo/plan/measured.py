@@ -15,8 +15,18 @@ FILE = locations.PACKAGE / "assets" / "measured.json"
 # without evaluations and without a reward's model. Every other setting is taken to change them.
 FREE_SECTIONS = ("custom.", "eval.", "health.", "reward.", "reward_fn.")
 FREE = {
-    *("name", "method", "run_name", "output_dir", "logger", "alert", "resume_from", "accept_changes", "dry_run"),
-    *("seed", "num_epochs", "max_hours", "save_freq", "keep_checkpoints", "eval_freq", "dataset"),
+    *("name", "method", "run_name", "output_dir", "logger", "alert", "resume_from", "accept_changes"),
+    *(
+        "dry_run",
+        "dry_run_format",
+        "seed",
+        "num_epochs",
+        "max_hours",
+        "save_freq",
+        "keep_checkpoints",
+        "eval_freq",
+        "dataset",
+    ),
     *("lora.alpha", "lora.path", "lora.export_dtype"),
     *("sample.noise_level", "sample.num_prompts_per_epoch", "sample.num_images_per_prompt", "sample.global_std"),
     *("sample.baseline", "train.learning_rate", "train.learning_rate_schedule", "train.warmup_updates"),
@@ -33,9 +43,12 @@ class Row(NamedTuple):
     run: str  # of config/, with its variants
     settings: dict[str, Any]  # that were changed, by dotted name
     card: str  # the smallest that does
-    gib: float | None  # of each GPU; None = out of memory
-    images_per_s: float | None  # of each GPU
+    gib: float | None  # of each GPU; None = not measured
+    images_per_s: float | None  # of each GPU; None = not measured
     gpus: int = 1
+    out_of_memory: bool = False
+    reserved: bool = False  # whether gib is what PyTorch reserved, and not what was in use
+    text_tokens: int = 48  # of the prompts, where the config has more
 
     @property
     def file(self) -> str:
@@ -62,23 +75,19 @@ def _configs() -> list[tuple[Row, Config]]:
     return [(row, row.config()) for row in here]
 
 
-def closest(config: Config) -> tuple[Row, list[str]] | None:
-    """Find the measured run from which a config differs least, among those of its name or of its model and algorithm.
+def of_config(config: Config) -> Row | None:
+    """Find the measured run whose figures hold for a config: none of its settings that cost anything is another.
 
-    Returns it with the settings that differ, in words; None if there is no such run, or no config/ as in a checkout.
+    None if there is no such run, or no config/ as in a checkout.
     """
-    closest_row = None
     for row, known in _configs():
-        is_like = (known.model, known.algorithm) == (config.model, config.algorithm)
-        if is_like or known.name == config.name:
-            differences = _differences(config, known, row.gpus)
-            if closest_row is None or len(differences) < len(closest_row[1]):
-                closest_row = (row, differences)
-    return closest_row
+        if not _differences(config, known, row.gpus):
+            return row
+    return None
 
 
 def _differences(config: Config, known: Config, gpus: int) -> list[str]:
-    """Settings that cost memory or time and are not those of a measured config, with both values."""
+    """Names of settings that cost memory or time and are not those of a measured config."""
     values = table.flat(config)
     known_values = table.flat(known)
     differences = []
@@ -90,7 +99,7 @@ def _differences(config: Config, known: Config, gpus: int) -> list[str]:
         if key in COST_WHERE_SET and bool(here) == bool(there):
             continue
         if here != there:
-            differences.append(f"{key} {here!r} instead of {there!r}")
+            differences.append(key)
     if config.fsdp.mode != "replicate" and config.dry_run != gpus:
-        differences.append(f"weights that are sharded over {config.dry_run} GPUs instead of {gpus}")
+        differences.append("dry_run")
     return differences

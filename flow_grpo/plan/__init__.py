@@ -1,0 +1,1 @@
+"""Plans of runs: forwards, arithmetic, memory and time, measured and estimated."""

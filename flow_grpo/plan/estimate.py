@@ -1,0 +1,196 @@
+"""Memory and time of a run by a formula, whose constants were fitted to the runs of assets/measured.json.
+
+benchmarks/fit_rates.py fits them and says how far off the formula is. A card, a precision or a model that was measured
+later is a row there, and no code here.
+"""
+
+import json
+from typing import NamedTuple
+
+from flow_grpo.base import locations
+from flow_grpo.plan.forwards import Forwards
+from flow_grpo.plan.row_cost import ModelSize, RowCost
+from flow_grpo.settings import table
+from flow_grpo.settings.sections import Config
+
+FILE = locations.PACKAGE / "assets" / "rates.json"
+GIB = 2**30
+
+# Bytes of a frozen weight. Four bits have a scale for each block of weights.
+BASE_BYTES = {"fp8_weights": 1.0, "nf4": 0.53}
+
+# Of a trained weight in float32: itself, its gradient and its average; and its two moments.
+STATE_BYTES = 12
+MOMENT_BYTES = 8
+
+
+class Rates(NamedTuple):
+    """Constants of the formula, for one H200 or H100. Factors multiply the time of a fast bf16 forward."""
+
+    tflops: float  # of fast forwards through very wide blocks
+    half_width: float  # width of the tokens at which half of that is reached
+    exact: float  # forwards that enter a log-prob
+    frozen: float  # forwards of the update without gradients
+    trained: float  # a forward or a backward of the update
+    recomputed: float  # further forwards of it where the compiler recomputes half of what the backward needs
+    adapter: float  # fast forwards with an adapter that is not merged
+    fp8: float  # fast forwards with products of 8 bits
+    flash_4: float  # forwards with FlashAttention-4
+    eager: float  # everything without compile
+    full_weights: float  # everything where all weights are trained
+    offloaded: float  # everything with weights in host memory
+    ms_bf16: float  # ms of each forward per billion weights, whatever its rows
+    ms_fp8_weights: float  # the same of weights that are kept in 8 bits
+    ms_nf4: float  # and in 4 bits
+    s_decode: float  # s per image of 512 x 512 pixels: its decoding, and what else an image takes
+    kept_half: float  # share of the products' results that a compiled block keeps with checkpointing 0.5
+    kept_all: float  # share that it keeps without checkpointing
+    kept_block: float  # share of one block's products' results that are there while a checkpointed one is recomputed
+    gib_fixed: float  # GiB of the CUDA context, the VAE and work space
+    reserved: float  # what PyTorch reserves, as a factor of what is used
+
+
+class Work(NamedTuple):
+    """Amount of what an epoch computes."""
+
+    cost: RowCost
+    size: ModelSize
+    forwards: Forwards
+    num_images: int
+    guided: bool  # whether a row of the update takes two forwards
+
+
+def rates() -> Rates:
+    """Return the fitted constants."""
+    return Rates(**json.loads(FILE.read_text())["rates"])
+
+
+def gib(config: Config, work: Work, rates: Rates) -> float:
+    """Return the GiB that an epoch takes of each of config.dry_run GPUs at its peak."""
+    size = work.size
+    is_sharded = config.fsdp.mode != "replicate"
+    share = 1 / config.dry_run if is_sharded and config.dry_run else 1.0
+    number_bytes = 4 if config.precision == "fp32" else 2
+    block_weights = size.weights / max(size.blocks, 1)
+
+    # Weights: frozen ones in their precision, trained ones with their gradients, moments and average.
+    frozen = size.weights if config.lora.rank else 0
+    total = frozen * BASE_BYTES.get(config.base_precision, number_bytes) * share
+    total += size.trained * _state_bytes(config) * share
+    if config.fsdp.offload == "weights":
+        # The block that computes, and the next one on its way.
+        total = 2 * block_weights * number_bytes
+    elif not config.lora.rank and is_sharded:
+        # Gathered blocks, and the gradient of one before it is reduced.
+        total += 3 * block_weights * number_bytes
+
+    # A merged copy is there while a compiled forward with a log-prob keeps what its backward would need.
+    if config.compile and "merged" in config.sample.rollout_weights and work.forwards.exact:
+        merged_bytes = 1 if "fp8" in config.sample.rollout_weights else number_bytes
+        total += size.adapted * merged_bytes
+
+    rows = config.sample.batch_size * (2 if work.guided else 1)
+    total += rows * _activation_numbers(config, work, rates) * number_bytes
+    return total / GIB + rates.gib_fixed
+
+
+def _state_bytes(config: Config) -> int:
+    """Bytes on the GPU of a trained weight, of its gradient, moments and average, and of copies beside it."""
+    total = STATE_BYTES
+    if config.fsdp.offload != "optimizer":
+        total += MOMENT_BYTES
+    if config.algorithm == table.NFT:
+        total += 4  # the old policy
+    if config.train.reference_interval or (config.train.beta and not config.lora.rank):
+        total += 4
+    return total
+
+
+def _activation_numbers(config: Config, work: Work, rates: Rates) -> float:
+    """Numbers that the backward of a row needs, at the peak."""
+    cost = work.cost
+    checkpointing = config.fsdp.activation_checkpointing
+    if checkpointing == 1:
+        return cost.block_numbers + rates.kept_block * cost.product_numbers / max(work.size.blocks, 1)
+    if checkpointing == 0:
+        return rates.kept_all * cost.product_numbers
+    return rates.kept_half * cost.product_numbers
+
+
+def epoch_s(config: Config, work: Work, rates: Rates) -> float:
+    """Return the seconds that one GPU would take for an epoch's rollout, decoding and update."""
+    size = work.size
+    forwards = work.forwards
+    trained = forwards.trained * _passes(config, rates)
+    rows = forwards.fast * _fast_factor(config, rates)
+    rows += forwards.exact * rates.exact + forwards.frozen * rates.frozen + trained * rates.trained
+    seconds = rows * _row_s(config, work, rates)
+    if not config.compile:
+        seconds *= rates.eager
+    if not config.lora.rank:
+        seconds *= rates.full_weights
+    if config.fsdp.offload == "weights":
+        seconds *= rates.offloaded
+
+    # Each forward reads all weights, and makes quantised ones whole again, for however many rows.
+    batch_size = config.sample.batch_size
+    fast_rows = config.sample.completion_batch_size or batch_size
+    weights_ms = _weights_ms(config, rates)
+    fast_ms = rates.ms_bf16 if "merged" in config.sample.rollout_weights else weights_ms
+    milliseconds = weights_ms * (forwards.exact + forwards.frozen + trained) / batch_size
+    milliseconds += fast_ms * forwards.fast / fast_rows
+    seconds += milliseconds * size.weights / 1e12
+    return seconds + work.num_images * _decode_s(config, rates)
+
+
+def evaluation_s(config: Config, work: Work, rows: float, num_prompts: int, rates: Rates) -> float:
+    """Return the seconds that one GPU would take for an evaluation, of this many rows of forwards."""
+    factor = rates.adapter if config.lora.rank else 1.0
+    seconds = rows * factor * _row_s(config, work, rates)
+    if not config.compile:
+        seconds *= rates.eager
+    num_images = num_prompts * config.eval.noises_per_prompt
+    return seconds + num_images * _decode_s(config, rates)
+
+
+def _row_s(config: Config, work: Work, rates: Rates) -> float:
+    """Seconds of a row of a fast forward in bf16."""
+    width = work.size.width
+    seconds = work.cost.flops / (rates.tflops * 1e12) * (width + rates.half_width) / width
+    if config.attention == "flash_4":
+        seconds *= rates.flash_4
+    return seconds
+
+
+def _decode_s(config: Config, rates: Rates) -> float:
+    """Seconds of an image beside its forwards."""
+    return rates.s_decode * config.height * config.width / 512**2
+
+
+def _passes(config: Config, rates: Rates) -> float:
+    """Forwards, or as much as one, of a trained row: forward, backward, what is recomputed, and weights' gradients."""
+    passes = 2.0
+    checkpointing = config.fsdp.activation_checkpointing
+    if checkpointing:
+        passes += 1 if checkpointing == 1 else rates.recomputed
+    if not config.lora.rank:
+        passes += 1
+    return passes
+
+
+def _fast_factor(config: Config, rates: Rates) -> float:
+    rollout_weights = config.sample.rollout_weights
+    factor = 1.0
+    if config.lora.rank and "merged" not in rollout_weights:
+        factor *= rates.adapter
+    if "fp8" in rollout_weights:
+        factor *= rates.fp8
+    return factor
+
+
+def _weights_ms(config: Config, rates: Rates) -> float:
+    if config.base_precision == "fp8_weights":
+        return rates.ms_fp8_weights
+    if config.base_precision == "nf4":
+        return rates.ms_nf4
+    return rates.ms_bf16

@@ -1,0 +1,144 @@
+"""How many rows of the transformer's forwards an epoch has, from its settings alone."""
+
+from typing import NamedTuple
+
+from flow_grpo.algorithms.batch_plan import BatchPlan
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.settings import table
+from flow_grpo.settings.sections import Config, Sample
+
+
+class Forwards(NamedTuple):
+    """Rows of an epoch's forwards, over all GPUs. A guided row counts two."""
+
+    exact: float  # of the rollout, whose velocity enters a log-prob
+    fast: float  # of the rollout, the others
+    frozen: float  # of the update, without gradients: reference, old policy, teachers
+    trained: float  # of the update, with gradients
+
+    @property
+    def rollout(self) -> float:
+        """Rows of the rollout."""
+        return self.exact + self.fast
+
+    @property
+    def update(self) -> float:
+        """Rows of the update; a backward counts none."""
+        return self.frozen + self.trained
+
+
+def of_epoch(config: Config, plan: BatchPlan, family: type[FlowModel]) -> Forwards:
+    """Return the rows of an epoch's forwards; on average over the places of a window that moves."""
+    num_starts = plan.num_groups * plan.group_size
+    per_start = _of_start(config, plan)
+    update_scale = config.train.guidance_scale or config.sample.guidance_scale
+    # A reference that moves is guided as the policy, from its first move on.
+    reference_scale = update_scale
+    if not config.train.reference_interval:
+        reference_scale = config.train.reference_guidance_scale or update_scale
+    if config.algorithm == table.DPO:
+        # Pairs are compared without guidance.
+        update_scale = reference_scale = 0.0
+
+    rollout_rows = _rows(family, config.sample.guidance_scale)
+    policy_rows = _rows(family, update_scale)
+    inner_epochs = config.train.inner_epochs
+    rows = num_starts * per_start.trained * inner_epochs
+    frozen = rows * _num_other_policies(config) * policy_rows
+    if config.train.beta > 0 or config.algorithm == table.DPO:
+        frozen += rows * _rows(family, reference_scale)
+    if config.train.old_log_prob == "recompute":
+        frozen += num_starts * per_start.trained * policy_rows
+    return Forwards(
+        exact=num_starts * per_start.exact * rollout_rows,
+        fast=num_starts * per_start.fast * rollout_rows,
+        frozen=frozen,
+        trained=rows * policy_rows,
+    )
+
+
+def of_evaluation(config: Config, num_prompts: int, family: type[FlowModel]) -> float:
+    """Return the rows of the forwards of an evaluation of this many prompts."""
+    images = num_prompts * config.eval.noises_per_prompt
+    return images * config.eval.num_steps * _rows(family, config.eval.guidance_scale)
+
+
+class _Start(NamedTuple):
+    """Steps of one image or trunk, and of the branches that leave it."""
+
+    exact: float
+    fast: float
+    trained: float
+
+
+def _rows(family: type[FlowModel], guidance_scale: float) -> int:
+    """Rows that a velocity takes."""
+    return 2 if family.is_guided(guidance_scale) else 1
+
+
+def _num_other_policies(config: Config) -> int:
+    """Number of policies besides the trained one and the reference that an update asks for velocities."""
+    if config.algorithm == table.NFT:
+        return 1  # the old policy
+    if config.algorithm == table.DISTILL:
+        return len(config.train.teachers)
+    return 0
+
+
+def _of_start(config: Config, plan: BatchPlan) -> _Start:
+    sample = config.sample
+    if config.algorithm == table.DPO:
+        # The best and the worst image of a group, or both of a stored pair, are noised once.
+        has_rollout = not config.preferences.path
+        fast = _without_noise(sample.num_steps, sample.flash_ratio) if has_rollout else 0
+        trained = 2 / plan.group_size if has_rollout else 2
+        return _Start(exact=0, fast=fast, trained=trained)
+    if config.algorithm == table.NFT:
+        fast = _without_noise(sample.num_steps, sample.flash_ratio)
+        fast += sample.scouts_per_image * _without_noise(sample.num_steps, sample.scout_ratio)
+        return _Start(exact=0, fast=fast, trained=plan.num_trained_steps)
+    if plan.num_branches > 1:
+        return _of_trunk(sample, plan)
+    return _of_windows(sample, plan)
+
+
+def _of_trunk(sample: Sample, plan: BatchPlan) -> _Start:
+    """A trunk ends with its last noisy step; its branches go on from there without noise."""
+    fast = 0
+    for step in range(plan.num_trained_steps):
+        fast += plan.num_branches * _without_noise(sample.num_steps - step - 1, sample.flash_ratio)
+    return _Start(exact=plan.num_trained_steps, fast=fast, trained=plan.num_trained_steps)
+
+
+def _of_windows(sample: Sample, plan: BatchPlan) -> _Start:
+    windows = _windows(sample)
+    exact = 0.0
+    fast = 0.0
+    for window in windows:
+        before = window.start
+        if sample.same_latent:
+            before /= plan.group_size
+        after = sample.num_steps - window.stop
+        exact += len(window) * (1 + sample.scouts_per_image)
+        fast += before * (1 + sample.scouts_per_image) + _without_noise(after, sample.flash_ratio)
+        fast += sample.scouts_per_image * _without_noise(after, sample.scout_ratio)
+    trained = sum(len(window) for window in windows) / len(windows)
+    return _Start(exact=exact / len(windows), fast=fast / len(windows), trained=trained)
+
+
+def _windows(sample: Sample) -> list[range]:
+    """All places of the window, as scripts/train_qwenimage.py chooses among them."""
+    size = sample.sde_window_size
+    if size == 0:
+        return [range(sample.num_steps - 1)]
+    first, last = sample.sde_window_range
+    if sample.sde_window_interval:
+        return [range(start, min(start + size, last)) for start in range(first, last)]
+    return [range(start, start + size) for start in range(first, last - size + 1)]
+
+
+def _without_noise(num_steps: int, ratio: float) -> int:
+    """Forwards of steps that are left after the noise, of which a ratio above 0 computes a share."""
+    if not ratio or not num_steps:
+        return num_steps
+    return max(1, int(num_steps * ratio + 1e-9))

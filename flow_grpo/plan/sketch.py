@@ -1,0 +1,37 @@
+"""Published models known by their sizes alone, for a plan on a machine that has no file of them and reaches no hub."""
+
+import json
+
+import torch
+
+from flow_grpo.base import locations
+from flow_grpo.diffusers_patch import loading, model_classes, registry
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+
+FILE = locations.PACKAGE / "assets" / "published.json"
+
+
+def transformer_sizes(hub_id: str) -> dict:
+    """Return the settings of a published transformer that are not its class's defaults."""
+    return json.loads(FILE.read_text())[hub_id]
+
+
+def family_of(published: registry.Weights) -> type[FlowModel]:
+    """Return the class of a published model, whose transformer is made from its sizes. Tokenizers and scheduler are
+    those of the shipped tiny model, so prompts cannot be checked with it."""
+    family = model_classes.by_name(published.model)
+    tiny = registry.tiny_folder(published.model)
+
+    class Sketch(family):
+        @classmethod
+        def without_weights(cls, folder):
+            with loading.empty_weights():
+                config = family.TRANSFORMER(**transformer_sizes(published.hub_id)).config
+            return cls(loading.without_weights(cls.PIPELINE, tiny), torch.device("cpu"), config)
+
+        @classmethod
+        def empty_transformer(cls, folder):
+            with loading.empty_weights():
+                return family.TRANSFORMER(**transformer_sizes(published.hub_id))
+
+    return Sketch

@@ -1,0 +1,148 @@
+"""Plans of runs: forwards, arithmetic, and the formula for memory and time."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import train_qwenimage
+from huggingface_hub import constants
+from small import as_prompts, loaded
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from flow_grpo.algorithms import batch_plan
+from flow_grpo.base import locations
+from flow_grpo.diffusers_patch import model_classes, registry
+from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.plan import estimate, forwards, measured, row_cost, sketch
+from flow_grpo.settings import config_files, table
+
+MODELS = [name for name in registry.names() if name != "qwenimage_edit"]
+
+
+@pytest.mark.parametrize("kind", ["window", "branches", "nft", "dpo", "online dpo"])
+def test_planned_forwards_are_those_of_a_run(recorded, kind):
+    folder = recorded(kind).folder
+    config = table.of_stored(json.loads((folder / "config.json").read_text()))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    epoch = [line for line in lines if line["kind"] == "epoch"][-1]
+    family = model_classes.of_folder(config.model)
+    divide = batch_plan.plan_pairs if config.algorithm == table.DPO else batch_plan.plan_batches
+    planned = forwards.of_epoch(config, divide(config, 1), family)
+    # Rows that fill a forward up are computed, too. Stored pairs have no rollout.
+    rollout = planned.rollout / epoch.get("batch_occupancy", 1.0)
+    assert epoch["forwards"] == pytest.approx(rollout + planned.update)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_has_the_arithmetic_that_pytorch_counts(name):
+    size = Size(64, 64)
+    model = loaded(name)
+    condition = model.encode(as_prompts(["a red circle"], name), width=24, guided=False)
+    latents = torch.randn(1, *model.latent_shape(size))
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.forward(latents, torch.full((1,), 500.0), condition, 1.0, size)
+    family = type(model)
+    folder = registry.tiny_folder(name)
+    shapes = {key: tuple(tensor.shape[1:]) for key, tensor in condition.tensors().items()}
+    shapes["latents"] = model.latent_shape(size)
+    cost, _ = row_cost.count(family.without_weights(folder), family.empty_transformer(folder), size, shapes)
+    assert cost.flops == counter.get_total_flops()
+
+
+# One of each size; the others of PUBLISHED share it.
+SIZES = {
+    "Qwen/Qwen-Image": 20.4,
+    "stabilityai/stable-diffusion-3.5-medium": 2.24,
+    "stabilityai/stable-diffusion-3.5-large": 8.06,
+    "black-forest-labs/FLUX.1-dev": 11.9,
+    "Tongyi-MAI/Z-Image": 6.15,
+    "black-forest-labs/FLUX.2-klein-4B": 3.88,
+    "black-forest-labs/FLUX.2-klein-9B": 9.08,
+    "Qwen/Qwen-Image-2.1": 7.12,
+}
+
+
+@pytest.mark.parametrize("hub_id", SIZES)
+def test_a_published_model_has_its_number_of_weights(hub_id):
+    transformer = sketch.family_of(registry.published(hub_id)).empty_transformer(hub_id)
+    billions = sum(weight.numel() for weight in transformer.parameters()) / 1e9
+    assert billions == pytest.approx(SIZES[hub_id], abs=0.005 * SIZES[hub_id])
+
+
+def test_every_published_model_has_sizes():
+    assert json.loads(sketch.FILE.read_text()).keys() == {published.hub_id for published in registry.PUBLISHED}
+
+
+@pytest.fixture(scope="module")
+def klein():
+    """FLUX.2-klein on eight GPUs: typed settings, and the work of an epoch of some that differ from them."""
+    settings = table.typed(config_files.load(f"{locations.ROOT}/config/grpo.py:pickscore_flux2_klein"))
+    family = sketch.family_of(registry.published(settings.model))
+
+    def work_of(config):
+        model = family.without_weights("")
+        transformer = family.empty_transformer("")
+        size = Size(config.height, config.width)
+        cost, width = row_cost.count(model, transformer, size, model.row_shapes(size, config.text_tokens))
+        counted = row_cost.model_size(transformer, config.lora, family, width)
+        epoch = batch_plan.plan_batches(config, config.dry_run)
+        rows = forwards.of_epoch(config, epoch, family)
+        return estimate.Work(cost, counted, rows, epoch.num_images, guided=False)
+
+    return replace(settings, dry_run=8), work_of
+
+
+def figures_of(config, work):
+    """Estimated images per second of each GPU, and GiB."""
+    rates = estimate.rates()
+    return work.num_images / estimate.epoch_s(config, work, rates), estimate.gib(config, work, rates)
+
+
+def test_the_formula_is_close_to_a_measured_run(klein):
+    config, work_of = klein
+    row = next(row for row in measured.rows() if row.run == "pickscore_flux2_klein")
+    assert row.text_tokens == config.text_tokens
+    images_per_s, gib = figures_of(config, work_of(config))
+    assert images_per_s == pytest.approx(row.images_per_s, rel=0.1)
+    assert gib == pytest.approx(row.gib, rel=0.1)
+
+
+def test_larger_images_and_full_weights_have_figures_of_their_own(klein):
+    config, work_of = klein
+    speed, gib = figures_of(config, work_of(config))
+    larger = replace(config, height=1024, width=1024)
+    larger_speed, larger_gib = figures_of(larger, work_of(larger))
+    # Four times the image's tokens beside the text's, and attention that grows faster.
+    assert 2.5 < speed / larger_speed < 4.5
+    assert larger_gib > gib + 3
+
+    # Sharded weights with their state: a share for each GPU.
+    full = replace(config, lora=replace(config.lora, rank=0), fsdp=replace(config.fsdp, mode="shard"))
+    work = work_of(full)
+    full_speed, full_gib = figures_of(full, work)
+    assert full_speed < speed
+    two = replace(full, dry_run=2)
+    assert figures_of(two, work)[1] - full_gib == pytest.approx(work.size.weights * 20 * (1 / 2 - 1 / 8) / 2**30)
+
+
+def test_a_plan_without_the_model_is_printed_from_its_published_sizes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    config = config_files.load(f"{locations.ROOT}/config/grpo.py:pickscore_flux2_klein")
+    config.text_tokens = 48
+    config.dataset = "dataset/shapes"
+    config.output_dir = str(tmp_path / "runs")
+    config.dry_run = 8
+    config.dry_run_format = "json"
+    with pytest.raises(SystemExit) as ended:
+        train_qwenimage.main(config)
+    assert ended.value.code == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures["figures"] == "estimated"
+    assert 10 < figures["gib"] < 15
+    assert figures["weights"] == 3_875_544_576
+    images = config.num_epochs * figures["images_per_epoch"]
+    assert figures["hours"] == pytest.approx(images / figures["images_per_s"] / 8 / 3600)
+    assert not (tmp_path / "runs").exists()
