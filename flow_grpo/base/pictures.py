@@ -3,6 +3,7 @@
 import io
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 from PIL import Image, ImageOps
 
@@ -100,7 +101,8 @@ def _as_rgb(picture: Image.Image) -> Image.Image:
 def _to_8_bits(picture: Image.Image) -> Image.Image:
     """Return a grey picture of 16 bits with 8 bits. Raise Unreadable for values of more bits."""
     grey = picture.convert("I")
-    lowest, highest = grey.getextrema()
+    # Of one band it is a pair of numbers.
+    lowest, highest = cast(tuple[int, int], grey.getextrema())
     if lowest < 0 or highest > MOST_IN_16_BITS:
         raise Unreadable(f"holds values from {lowest} to {highest}; save it with 8 or 16 bits a channel")
     # 65535 = 255 * 257.
