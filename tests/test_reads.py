@@ -71,8 +71,8 @@ AT_THEIR_DEFAULT = {
     | {setting.key for setting in table.SETTINGS if setting.read_in == "advantages"},  # for the weights alone
 }
 # Read by name, from the config as it is stored, by nothing (the user's own), after more epochs than these, by a run
-# that goes on, or after a signal.
-NOT_SEEN = {"method", "custom", "health.reward_drop", "accept_changes", "signal_grace_s"}
+# that goes on, after a signal, or by a dry run.
+NOT_SEEN = {"method", "custom", "health.reward_drop", "accept_changes", "signal_grace_s", "dry_run_format"}
 UNCONDITIONALLY = {"attention", "sample.flash_solver", "train.guidance_scale"}  # their defaults say that they are off
 # Where the loss itself reads none.
 OF_STATISTICS = {name: {"train.clip_range"} for name in ("dppo", "elbo", "crd")}

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.settings import table
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 from flow_grpo.settings.sections import Config, Sample
 
 
@@ -79,7 +80,8 @@ def _rows(family: type[FlowModel], guidance_scale: float) -> int:
 def _num_other_policies(config: Config) -> int:
     """Number of policies besides the trained one and the reference that an update asks for velocities."""
     if config.algorithm == table.NFT:
-        return 1  # the old policy
+        reads_old_policy = FORWARD_OBJECTIVES[config.train.forward_objective].old_policy
+        return 1 if reads_old_policy else 0
     if config.algorithm == table.DISTILL:
         return len(config.train.teachers)
     return 0
