@@ -24,8 +24,7 @@ from random_model import random_model
 from flow_grpo.algorithms.batch_plan import plan_batches
 from flow_grpo.command_line import command_line
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.diffusers_patch.size import training_size
-from flow_grpo.plan import estimate, forwards, measured, row_cost
+from flow_grpo.plan import estimate, measured
 from flow_grpo.settings.sections import Config
 
 # Where a fit begins, and what it is drawn to where no row says otherwise.
@@ -90,16 +89,8 @@ def planned(row: measured.Row) -> Planned:
     for suffix in SUFFIXES:
         name = name.removesuffix(suffix)
     family = random_model(name)
-    model = family.without_weights("")
-    plan = plan_batches(config, row.gpus)
     prompt = load_prompts("dataset/edits", "train")[0] if family.MOST_SOURCES else None
-    transformer = model.transformer
-    shapes = model.row_shapes(training_size(config), config.text_tokens, prompt)
-    cost, width = row_cost.count(model, transformer, training_size(config), shapes)
-    size = row_cost.model_size(transformer, config.lora, family, width)
-    rows = forwards.of_epoch(config, plan, family)
-    guided = family.is_guided(config.train.guidance_scale or config.sample.guidance_scale)
-    return Planned(row, config, estimate.Work(cost, size, rows, plan.num_images, guided))
+    return Planned(row, config, estimate.work_of(config, plan_batches(config, row.gpus), family, prompt))
 
 
 def fit(runs: list[Planned]) -> estimate.Rates:

@@ -65,14 +65,23 @@ def test_sharded_weights_were_measured_on_one_number_of_gpus():
 
 def test_lines_say_where_figures_are_from():
     config = replace(config_of_type("pickscore_qwenimage"), dry_run=8)
-    known = dry_run.GpuFigures("measured", 58.6, 0.88, 2.02, 0.5, 7.04)
+    known = dry_run.GpuFigures("measured", 58.6, "80 GB", 0.88, 2.02, 0.5, 7.04)
     said = "\n".join(dry_run.gpu(config, known))
     assert "GPU, measured: 58.6 GiB" in said
     assert "80 GB" in said
     assert "7.04 images/s to be scored" in said
-    unknown = dry_run.GpuFigures("", None, None, None, None, None)
+    unknown = dry_run.GpuFigures("", None, None, None, None, None, None)
     assert "no figures" in "\n".join(dry_run.gpu(config, unknown))
-    assert "more than an H200 has" in "\n".join(dry_run.gpu(config, known._replace(gib=150.0)))
+    assert "more than an H200 has" in "\n".join(dry_run.gpu(config, known._replace(gib=150.0, card="")))
+
+
+def test_a_measured_run_is_for_the_card_that_it_was_measured_on():
+    for row in measured.rows():
+        config = replace(row.config(), dry_run=row.gpus)
+        source, gib, card, images_per_s = dry_run.source_of(config, work=None)
+        assert source == ("out of memory" if row.out_of_memory else "measured")
+        assert (gib, images_per_s) == (row.gib, row.images_per_s)
+        assert row.card.endswith(card)
 
 
 def config_of_type(name):

@@ -35,6 +35,16 @@ def test_planned_forwards_are_those_of_a_run(recorded, kind):
     assert epoch["forwards"] == pytest.approx(rollout + planned.update)
 
 
+def test_a_loss_without_an_old_policy_has_no_forwards_of_one():
+    family = model_classes.by_name("qwenimage")
+    frozen = []
+    for variant in ("", ",ram"):
+        config = table.typed(config_files.load(f"{locations.ROOT}/config/nft.py:shapes_qwenimage_nft{variant}"))
+        frozen.append(forwards.of_epoch(config, batch_plan.plan_batches(config, 1), family).frozen)
+    # The reference is guided: two rows beside the old policy's one.
+    assert frozen[1] == frozen[0] * 2 / 3
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_has_the_arithmetic_that_pytorch_counts(name):
     size = Size(64, 64)
@@ -82,14 +92,7 @@ def klein():
     family = sketch.family_of(registry.published(settings.model))
 
     def work_of(config):
-        model = family.without_weights("")
-        transformer = family.empty_transformer("")
-        size = Size(config.height, config.width)
-        cost, width = row_cost.count(model, transformer, size, model.row_shapes(size, config.text_tokens))
-        counted = row_cost.model_size(transformer, config.lora, family, width)
-        epoch = batch_plan.plan_batches(config, config.dry_run)
-        rows = forwards.of_epoch(config, epoch, family)
-        return estimate.Work(cost, counted, rows, epoch.num_images, guided=False)
+        return estimate.work_of(config, batch_plan.plan_batches(config, config.dry_run), family)
 
     return replace(settings, dry_run=8), work_of
 

@@ -7,8 +7,13 @@ later is a row there, and no code here.
 import json
 from typing import NamedTuple
 
+from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.base import locations
-from flow_grpo.plan.forwards import Forwards
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.size import training_size
+from flow_grpo.plan import row_cost
+from flow_grpo.plan.forwards import Forwards, of_epoch
 from flow_grpo.plan.row_cost import ModelSize, RowCost
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
@@ -60,6 +65,27 @@ class Work(NamedTuple):
     guided: bool  # whether a row of the update takes two forwards
 
 
+def work_of(config: Config, plan: BatchPlan, family: type[FlowModel], prompt: Prompt | None = None) -> Work:
+    """Count what an epoch computes, on the shapes of the transformer.
+
+    Args:
+        prompt: an example, for models that take sources.
+    """
+    model = family.without_weights(config.model)
+    transformer = family.empty_transformer(config.model)
+    pixels = training_size(config)
+    shapes = model.row_shapes(pixels, config.text_tokens, prompt)
+    cost, width = row_cost.count(model, transformer, pixels, shapes)
+    update_scale = config.train.guidance_scale or config.sample.guidance_scale
+    return Work(
+        cost=cost,
+        size=row_cost.model_size(transformer, config.lora, family, width),
+        forwards=of_epoch(config, plan, family),
+        num_images=plan.num_images,
+        guided=family.is_guided(update_scale),
+    )
+
+
 def rates() -> Rates:
     """Return the fitted constants."""
     return Rates(**json.loads(FILE.read_text())["rates"])
@@ -101,6 +127,8 @@ def _state_bytes(config: Config) -> int:
         total += MOMENT_BYTES
     if config.algorithm == table.NFT:
         total += 4  # the old policy
+        if config.train.sampler_decay_schedule >= 0:
+            total += 4
     if config.train.reference_interval or (config.train.beta and not config.lora.rank):
         total += 4
     return total

@@ -15,7 +15,7 @@ from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import part_of
-from flow_grpo.plan import estimate, forwards, measured, row_cost
+from flow_grpo.plan import estimate, forwards, measured
 from flow_grpo.run.run import Experiment
 from flow_grpo.settings.sections import Config
 
@@ -39,6 +39,7 @@ class GpuFigures(NamedTuple):
 
     figures: str  # where the others are from: "measured", "estimated", or "" = there are none
     gib: float | None  # of each GPU
+    card: str | None  # the smallest that does; "" = none
     images_per_s: float | None  # of each GPU, an H200 or H100
     hours: float | None  # of all epochs, without evaluations and without waiting for rewards
     evaluation_hours: float | None
@@ -74,8 +75,9 @@ def plan_of(experiment: Experiment, num_extra: int) -> Plan:
     Args:
         num_extra: number of policies that the script keeps beside the trained one.
     """
-    config, _, plan, prompts = experiment
-    work = _work(experiment)
+    config, family, plan, prompts = experiment
+    example = prompts.any if family.MOST_SOURCES else None
+    work = estimate.work_of(config, plan, family, example)
     policy_bytes = 4 * work.size.trained
     num_prompts = len(prompts.train)
     return Plan(
@@ -161,10 +163,10 @@ def gpu(config: Config, figures: GpuFigures) -> list[str]:
     if not figures.figures:
         return [f"GPU: no figures: the formula is for models of a billion weights and more, not for this one ({PAGE})"]
     if figures.figures == OUT_OF_MEMORY:
-        return [f"GPU: measured: out of memory ({PAGE})"]
+        return [f"GPU, measured: out of memory on a card of {figures.card} ({PAGE})"]
     parts = []
     if figures.gib:
-        parts.append(f"{figures.gib:.3g} GiB of each, {_cards(figures.gib)}")
+        parts.append(f"{figures.gib:.3g} GiB of each, {_cards(figures)}")
     if figures.images_per_s:
         parts.append(
             f"{figures.images_per_s:.3g} images/s of one H200 or H100, so {figures.hours:.3g} hours without "
@@ -178,19 +180,23 @@ def gpu(config: Config, figures: GpuFigures) -> list[str]:
     return lines
 
 
-def _cards(gib: float) -> str:
-    """Say which cards have this much memory for what a run uses, and whether those of this machine do."""
-    reserved = gib * estimate.rates().reserved
-    words = "more than an H200 has"
-    for card, card_gib in CARD_GIB.items():
-        if reserved <= card_gib:
-            words = f"for which the smallest card has {card}"
-            break
-    if not torch.cuda.is_available():
+def _cards(figures: GpuFigures) -> str:
+    """Say which cards do, and whether those of this machine have the memory."""
+    words = f"for which the smallest card has {figures.card}" if figures.card else "more than an H200 has"
+    if not torch.cuda.is_available() or figures.gib is None:
         return words
     here = torch.cuda.get_device_properties(0).total_memory / GIB
-    verdict = "which should do" if reserved <= here else "which is too little"
+    verdict = "more than that" if figures.gib <= here else "which is too little"
     return f"{words}; this machine's have {here:.3g} GiB, {verdict}"
+
+
+def _smallest_card(gib: float) -> str:
+    """Return the smallest card with room for what a run uses and what PyTorch reserves beside it; "" = none."""
+    reserved = gib * estimate.rates().reserved
+    for card, card_gib in CARD_GIB.items():
+        if reserved <= card_gib:
+            return card
+    return ""
 
 
 def rounded(value: float) -> str:
@@ -213,7 +219,7 @@ def _looks(plan: Plan) -> str:
 def gpu_figures(experiment: Experiment, work: estimate.Work) -> GpuFigures:
     """Look up or estimate memory and time of a run for config.dry_run GPUs."""
     config = experiment.config
-    figures, gib, images_per_s = _source(config, work)
+    figures, gib, card, images_per_s = source_of(config, work)
     hours = None
     scored = None
     evaluation_hours = None
@@ -224,38 +230,21 @@ def gpu_figures(experiment: Experiment, work: estimate.Work) -> GpuFigures:
     if figures:
         evaluation_s = _evaluation_s(config, experiment.family, experiment.prompts.evaluated, work)
         evaluation_hours = evaluation_s / 3600 / config.dry_run
-    return GpuFigures(figures, gib, images_per_s, hours, evaluation_hours, scored)
+    return GpuFigures(figures, gib, card, images_per_s, hours, evaluation_hours, scored)
 
 
-def _source(config: Config, work: estimate.Work) -> tuple[str, float | None, float | None]:
-    """Return the source of the figures, GiB of each GPU and its images/s."""
+def source_of(config: Config, work: estimate.Work) -> tuple[str, float | None, str | None, float | None]:
+    """Return the source of the figures, GiB of each GPU, the smallest card, and images/s of each GPU."""
     row = measured.of_config(config)
     if row:
-        return OUT_OF_MEMORY if row.out_of_memory else "measured", row.gib, row.images_per_s
+        source = OUT_OF_MEMORY if row.out_of_memory else "measured"
+        return source, row.gib, row.card.rpartition(" x ")[2], row.images_per_s
     if work.size.weights < SMALLEST_ESTIMATED:
-        return "", None, None
+        return "", None, None, None
     rates = estimate.rates()
     images_per_s = work.num_images / estimate.epoch_s(config, work, rates)
-    return "estimated", estimate.gib(config, work, rates), images_per_s
-
-
-def _work(experiment: Experiment) -> estimate.Work:
-    """Count what an epoch computes, on the shapes of the transformer."""
-    config, family, plan, prompts = experiment
-    model = family.without_weights(config.model)
-    transformer = family.empty_transformer(config.model)
-    prompt = prompts.any if family.MOST_SOURCES else None
-    shapes = model.row_shapes(training_size(config), config.text_tokens, prompt)
-    cost, width = row_cost.count(model, transformer, training_size(config), shapes)
-    size = row_cost.model_size(transformer, config.lora, family, width)
-    update_scale = config.train.guidance_scale or config.sample.guidance_scale
-    return estimate.Work(
-        cost=cost,
-        size=size,
-        forwards=forwards.of_epoch(config, plan, family),
-        num_images=plan.num_images,
-        guided=family.is_guided(update_scale),
-    )
+    gib = estimate.gib(config, work, rates)
+    return "estimated", gib, _smallest_card(gib), images_per_s
 
 
 def _evaluation_s(config: Config, family: type[FlowModel], evaluated: list[Split], work: estimate.Work) -> float:
