@@ -12,6 +12,9 @@ os.environ["WANDB_MODE"] = "disabled"
 # Where MKL has AVX2 alone, the bits of a product depend on where in memory its factors lie unless it is told otherwise.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
+# Until all tests are collected, which imports everything: to look for garbage meanwhile takes a third of that time.
+gc.disable()
+
 # Files whose tests take up to half a minute each, those of `make test-all` more.
 LONGEST = ("test_ranks", "test_benchmarks", "test_compiled", "test_packages", "test_signals", "test_fsdp_utils")
 LONGEST += ("test_checkpoints",)
@@ -40,6 +43,7 @@ def pytest_collection_finish():
     """Keep what has been imported: to look through it again takes a tenth of a small run's time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     if "warm" in sys.modules:
         sys.modules["warm"].server()  # before a test changes anything that its commands would see
 

@@ -1,6 +1,7 @@
 """The command line: files from anywhere, overrides, sentences for what the user can mend, what is said without
 training, and what a run notes of how it was made."""
 
+import gc
 import importlib
 import json
 import os
@@ -28,6 +29,13 @@ from neighbour import RATE
 
 from config import grpo
 from flow_grpo.settings.config_files import select
+
+
+@pytest.fixture(autouse=True)
+def collecting():
+    """The garbage collector of this process works again after a command line that nothing has run."""
+    yield
+    gc.enable()
 
 
 def mine():
@@ -343,6 +351,14 @@ def test_a_script_of_another_checkout_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "scripts" / "train_qwenimage.py")])
     with pytest.raises(SystemExit):
         command_line.parse("config/grpo.py:shapes_qwenimage")
+
+
+def test_the_garbage_collector_rests_between_the_command_line_and_main():
+    config = command_line.parse(DEFAULT, checks.GRPO, [])
+    assert not gc.isenabled()
+    states = []
+    command_line.run(lambda config: states.append(gc.isenabled()), config)
+    assert states == [True]
 
 
 def test_every_changed_setting_has_its_origin():

@@ -1,6 +1,7 @@
 """The command line of every script, answered before torch is imported, and errors as sentences."""
 
 import argparse
+import gc
 import os
 import re
 import signal
@@ -30,6 +31,7 @@ ANOTHER_RANK = "another rank has ended; what it said is above or below"
 def parse(default: str, script: checks.Script | None = None, arguments: Sequence[str] | None = None) -> ConfigDict:
     """The config of a command line, for a script's first lines: what this module imports takes a tenth of a second, so
     --help, --list and mistakes are answered before the script imports torch. Ends the process where it answers.
+    The garbage collector rests from here until `run`.
 
     Args:
         default: FILE:NAME, where the command line has no --config.
@@ -52,6 +54,9 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
             sys.stdout.flush()
         if script:
             _check(config, script, file)
+
+        # The script imports torch next. To look for garbage meanwhile would take a third of the time, and find none.
+        gc.disable()
         return config
 
 
@@ -123,6 +128,9 @@ def _check_places(config: Config, reads_dataset: bool) -> None:
 
 def run(main: Callable[[ConfigDict], None], config: ConfigDict, after_stop: str = "") -> None:
     """Call a script's main; errors that are no bug are sentences. `after_stop` as of these."""
+    # What has been imported stays: the collector need not look through it again.
+    gc.freeze()
+    gc.enable()
     try:
         with sentences(after_stop):
             _run_until_signal(main, config)
