@@ -299,6 +299,22 @@ def test_a_wandb_service_that_dies_in_a_run_is_one_sentence_and_ends_nothing(sha
     assert {"README.md", "pytorch_lora_weights.safetensors", "reward.png"} <= {path.name for path in folder.iterdir()}
 
 
+def test_a_report_is_drawn_again_only_after_a_multiple_of_its_own_time_and_at_the_end(tmp_path):
+    board = Dashboard(tmp_path, replace(CONFIG, logger="none"), is_main=True)
+    report = tmp_path / "report.html"
+    for epoch, is_drawn in ((0, True), (1, False)):
+        board.log("eval", {"eval/shapes": 0.25}, epoch=epoch, step=epoch)
+        board.log_images(random_images(2), ["a", "b"], [1.0, 0.5], epoch=epoch, step=epoch)
+        assert report.exists() == is_drawn
+        report.unlink(missing_ok=True)
+    board.report_due_s = time.perf_counter()
+    board.log_images(random_images(2), ["a", "b"], [1.0, 0.5], epoch=2, step=2)
+    assert report.exists()
+    report.unlink()
+    board.finish()
+    assert report.exists()
+
+
 @pytest.mark.skipif(not trackers.is_installed("tensorboard"), reason="tensorboard, of the extra test, is not installed")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of tensorboard's own thread
 def test_a_tensorboard_whose_folder_goes_is_one_sentence_and_ends_nothing(tmp_path, capsys):

@@ -25,6 +25,9 @@ from flow_grpo.monitoring.plots import plot_reward, read_metrics
 from flow_grpo.monitoring.sheets import Cell, GroupRow, Sheet, contact_sheet, group_sheet, plot_samples
 from flow_grpo.settings.sections import Config
 
+# Drawing the report takes at most 1/REPORT_INTERVAL of a run's time.
+REPORT_INTERVAL = 20
+
 
 @contextmanager
 def explained(run_dir: Path) -> Iterator[None]:
@@ -87,6 +90,7 @@ class Dashboard:
         self.trackers: list[trackers.Wandb | trackers.TensorBoard] = []
         self.history: list[dict] = []  # lines of metrics.jsonl, on the main rank
         self.latest: dict[str, float] = {}  # last value of each name in them
+        self.report_due_s = 0.0  # the clock; an evaluation before then leaves the report as it is
         self._open()
 
     @on_main
@@ -247,7 +251,7 @@ class Dashboard:
         self._track(lambda tracker: tracker.log_images(name, to_pictures(images), sheet, at, len(self.history)))
         picture = f"images/{name}_{epoch:06d}.png"
         self._draw(picture, lambda folder: write_sheet(sheet, folder / picture))
-        if name == "eval":
+        if name == "eval" and time.perf_counter() >= self.report_due_s:
             self._draw_report()
 
     @on_main
@@ -265,8 +269,12 @@ class Dashboard:
 
     def _draw_report(self) -> None:
         # A tracker shows the same curves, and its failure leaves none.
-        if not self.trackers:
-            self._draw("report.html", lambda folder: report.write_page([folder], folder / "report.html"))
+        if self.trackers:
+            return
+        start_s = time.perf_counter()
+        self._draw("report.html", lambda folder: report.write_page([folder], folder / "report.html"))
+        end_s = time.perf_counter()
+        self.report_due_s = end_s + REPORT_INTERVAL * (end_s - start_s)
 
     def _draw(self, name: str, draw: Callable[[Path], object]) -> None:
         """Draw a file by draw(the run's folder); a failure is said and ends no run."""

@@ -1,6 +1,5 @@
 """Curves of a run, drawn from its metrics.jsonl: reward.png, and the panels of the report."""
 
-import functools
 import io
 import itertools
 import json
@@ -246,26 +245,6 @@ def draw_lines(axes: Axes, lines: Sequence[Line | None], limit: float | None = N
 
 def svg_panel(lines: Sequence[Line | None], limit: float | None = None, axis: str = "epoch") -> str:
     """Return what `draw_lines` draws as an <svg> element whose text is text."""
-    curves = []
-    for line in lines:
-        if line is None:
-            curves.append(None)
-        else:
-            # Denoising steps are whole numbers; the bytes are read as those of floats.
-            columns = [numbers.astype(np.float64).tobytes() for numbers in line[1:]]
-            curves.append((line.label, *columns))
-    return _panel_of(tuple(curves), limit, axis)
-
-
-@functools.lru_cache(maxsize=128)
-def _panel_of(curves: tuple[tuple[str, bytes, bytes, bytes] | None, ...], limit: float | None, axis: str) -> str:
-    """Draw a panel of lines whose numbers are given as bytes.
-
-    A run writes its page twice at its end, and most panels of the second one are those of the first.
-    """
-    lines = []
-    for curve in curves:
-        lines.append(None if curve is None else Line(curve[0], *map(np.frombuffer, curve[1:])))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.6, 2.2))
         # A layout engine would take half the page's time.

@@ -395,7 +395,7 @@ class Config(Section):
     """Folder in which run folders are made."""
 
     logger: Literal["wandb", "tensorboard", "none"] = setting("wandb", resumable=True)
-    """Tracker that also shows the curves. "none" writes report.html at every evaluation."""
+    """Tracker that also shows the curves. "none" writes report.html, at evaluations and at the end."""
 
     alert: str = setting("", resumable=True)
     """Who is told of alarms, the end and a crash: "wandb" = its own alerts; else a command that gets a sentence as its
