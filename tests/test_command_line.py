@@ -31,13 +31,6 @@ from config import grpo
 from flow_grpo.settings.config_files import select
 
 
-@pytest.fixture(autouse=True)
-def collecting():
-    """The garbage collector of this process works again after a command line that nothing has run."""
-    yield
-    gc.enable()
-
-
 def mine():
     config = grpo.shapes_qwenimage()
     config.train.learning_rate = RATE
@@ -61,6 +54,13 @@ def short(config):
 def get_config(name="mine"):
     return select(name, (mine, large), (*grpo.VARIANTS, short), __file__)
 '''
+
+
+@pytest.fixture(autouse=True)
+def collecting():
+    """The garbage collector of this process works again after a command line that nothing has run."""
+    yield
+    gc.enable()
 
 
 @pytest.fixture
