@@ -1,10 +1,13 @@
 """Rewards that run beside the training: tiny models of the real classes, with random weights."""
 
+import gc
 import importlib
 import io
 import itertools
 import json
 import shutil
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import huggingface_hub
@@ -20,6 +23,8 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 from flow_grpo import rewards
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.rewards import aesthetic, clip_model, clipscore, hpsv2, jpeg_compressibility, pickscore
+from flow_grpo.scoring.settings import check_gradients
+from flow_grpo.settings.sections import Reward
 
 PROMPTS = ["a red circle", "two blue squares and a very long row of words", "a cross", "a green triangle"]
 OPTIONAL = dict(imagereward="ImageReward", hpsv2="open_clip", hpsv3="hpsv3", editreward="EditReward")  # what it imports
@@ -72,18 +77,34 @@ def hps_weights(tmp_path_factory):
     return path / "tiny.pt"
 
 
+@pytest.fixture
+def options(request, folder, predictor):
+    """A function: a reward's name -> the options that load it with tiny weights."""
+
+    def of_reward(name):
+        if name == "hpsv2":
+            return dict(weights=str(request.getfixturevalue("hps_weights")), architecture="tiny")
+        return {
+            "pickscore": dict(model=folder, processor=folder),
+            "clipscore": dict(model=folder),
+            "aesthetic": dict(model=folder, predictor=str(predictor)),
+            "jpeg_compressibility": {},
+        }[name]
+
+    return of_reward
+
+
 @pytest.fixture(params=["pickscore", "clipscore", "aesthetic", "jpeg_compressibility", "hpsv2"])
-def reward(request, folder, predictor):
+def reward(request, options):
     """(name, its scorer) of one reward."""
-    options = {
-        "pickscore": dict(model=folder, processor=folder),
-        "clipscore": dict(model=folder),
-        "aesthetic": dict(model=folder, predictor=str(predictor)),
-        "jpeg_compressibility": {},
-    }
-    if request.param == "hpsv2":
-        options["hpsv2"] = dict(weights=str(request.getfixturevalue("hps_weights")), architecture="tiny")
-    return request.param, rewards.load(request.param, torch.device("cpu"), options[request.param])
+    return request.param, rewards.load(request.param, torch.device("cpu"), options(request.param))
+
+
+@pytest.fixture(params=["pickscore", "clipscore", "aesthetic"])
+def differentiable(request, options):
+    """(name, its options, its scorer with a graph) of one reward."""
+    name = request.param
+    return name, options(name), rewards.load_differentiable(name, torch.device("cpu"), options(name))
 
 
 def close(found, wanted):
@@ -165,6 +186,100 @@ def test_hpsv2_is_open_clips_own_cosine_and_pads_what_is_not_square(hps_weights)
         seen, asked, _ = clip(padded, open_clip.get_tokenizer("tiny")(PROMPTS[:2]))
     scores = hpsv2.load("cpu", str(hps_weights), "tiny")(wide, PROMPTS[:2], [{}] * 2)
     torch.testing.assert_close(scores, (seen * asked).sum(1), rtol=0, atol=0.02)  # the border is resized another way
+
+
+@pytest.mark.parametrize("size", [(48, 48), (24, 40), (300, 200)], ids=str)
+def test_a_score_with_a_graph_differs_by_what_pictures_of_8_bits_round(differentiable, size):
+    """Bounds are twice what docs/reference/rewards.md says was measured."""
+    name, options, score_pixels = differentiable
+    bounds = {"pickscore": 0.003, "clipscore": 0.012, "aesthetic": 0.0005}
+    images = torch.rand(4, 3, *size, generator=torch.Generator().manual_seed(3))
+    wanted = rewards.load(name, "cpu", options)(images, PROMPTS, [{}] * 4)
+    scores = score_pixels(images, PROMPTS, [{}] * 4)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, wanted, rtol=0, atol=bounds[name])
+    assert scores.std() > bounds[name], "the bound tells the images apart"
+
+
+def test_the_gradient_is_the_slope_of_the_score(differentiable):
+    _, _, score_pixels = differentiable
+    images = IMAGES.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(score_pixels(images, PROMPTS, [{}] * 4).sum(), images)
+    # Half of CLIPScore's cosines are negative, and have no slope.
+    rows = [row for row in range(4) if gradient[row].any()]
+    assert len(rows) >= 2
+    for row in rows:
+        image = IMAGES[row]
+        prompt = PROMPTS[row]
+        direction = gradient[row]
+        step = 0.05 * direction / direction.norm()
+        both = torch.stack([image + step, image - step])
+        after, before = score_pixels(both, [prompt] * 2, [{}] * 2).double()
+        # By the mean value theorem exact but for the third derivative.
+        wanted = float(2 * (step * direction).sum())
+        assert float(after - before) == pytest.approx(wanted, rel=0.02)
+
+
+def test_an_image_gets_the_gradient_of_its_own_score_beside_any_others_and_threads(differentiable, options):
+    name, how, score_pixels = differentiable
+    score = rewards.load(name, "cpu", how)
+    images = IMAGES.clone().requires_grad_()
+    scores = score_pixels(images, PROMPTS, [{}] * 4)
+    # As the scorers' threads do, between the forward and the backward pass.
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(torch.no_grad()(score), IMAGES, PROMPTS, [{}] * 4).result()
+    scores.sum().backward()
+    alone = IMAGES[1:2].clone().requires_grad_()
+    score_pixels(alone, PROMPTS[1:2], [{}]).sum().backward()
+    scale = float(images.grad[1].abs().max())
+    torch.testing.assert_close(images.grad[1:2], alone.grad, rtol=0, atol=rounding(2000, scale))
+
+
+def test_rewards_share_a_clip_until_the_last_one_is_gone(folder):
+    with_graph = rewards.load_differentiable("pickscore", "cpu", dict(model=folder, processor=folder))
+    score = rewards.load("clipscore", "cpu", dict(model=folder))
+    held = list(clip_model._loaded.values())
+    assert len(held) == 1
+    model = weakref.ref(held.pop())
+    del with_graph
+    gc.collect()
+    assert model() is not None
+    del score
+    gc.collect()
+    assert model() is None
+
+
+def test_a_reward_without_a_gradient_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+
+    def flat(images, prompts, metadata):
+        return torch.zeros(len(images))
+
+    rewards.register("without_graph", flat, flat)
+    rewards.register("of_one_number", flat, lambda images, *_: images.mean())
+    images = IMAGES.clone().requires_grad_()
+
+    def called(name):
+        return lambda: rewards.load_differentiable(name, "cpu")(images, PROMPTS, [{}] * 4)
+
+    def checked(weights, **args):
+        return lambda: check_gradients(weights, Reward(args=args))
+
+    remote = {"url": "http://127.0.0.1:1"}
+    having = ["aesthetic", "clipscore", "pickscore"]
+    rows = [
+        ("a rule", checked({"pickscore": 1, "shapes": 0.1}), ["shapes", "no gradient", *having]),
+        ("load", lambda: rewards.load_differentiable("jpeg_compressibility", "cpu"), ["jpeg_compressibility", *having]),
+        ("served", checked({"pickscore": 1}, pickscore=remote), ["pickscore", "server", "reward.args.pickscore.url"]),
+        ("a judge", checked({"vlm_judge": 1}, vlm_judge=remote), ["vlm_judge", "server", *having]),
+        ("no graph", called("without_graph"), ["without_graph", "without a graph"]),
+        ("one number", called("of_one_number"), ["of_one_number", "() for 4 images"]),
+    ]
+    assert_refused(rows)
+    checked({"pickscore": 1.0, "aesthetic": 0.1})()
+    assert not rewards.has_gradient("no_such_reward")
+    rewards.register("only_scores", flat)
+    assert not rewards.has_gradient("only_scores")
 
 
 def test_what_a_reward_cannot_be_made_of_is_refused_with_its_name(folder, predictor, tmp_path, monkeypatch):

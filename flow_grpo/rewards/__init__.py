@@ -11,6 +11,9 @@ A file may also have
 - check_prompts(prompts, metadata), which refuses prompts that it cannot score.
 - labels(images, metadata): a dict of [B] int64, -1 = none, of what a prompt's images may differ in. Evaluations log
   its entropy.
+- load_differentiable(device, **options) -> score_pixels(images, prompts, metadata), with the options of `load`: the
+  same score as [B] float32 with a graph back to the images [B, 3, H, W] in [0, 1], in torch from the first step. Such a
+  reward has a gradient. Images may be of any float dtype and require a gradient; weights must not.
 """
 
 import difflib
@@ -22,7 +25,7 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -60,14 +63,18 @@ def _file_names() -> set[str]:
     return {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
 
 
-def register(name: str, score: Callable) -> None:
+def register(name: str, score: Callable, score_pixels: Callable | None = None) -> None:
     """Make a function a reward of this process, for a notebook or other code that calls a script's `main(config)`.
 
-    The function takes and returns what a file's `score` does. Raise UserError if a file has that name.
+    The function takes and returns what a file's `score` does, and `score_pixels` what that of its
+    `load_differentiable` does; without it the reward has no gradient. Raise UserError if a file has that name.
     """
     if name in _file_names() or not name.isidentifier():
         raise UserError(f"a reward cannot be registered as {name!r}: it is a file's name, or no name for a setting")
-    REGISTERED[name] = SimpleNamespace(load=lambda device: score)
+    if score_pixels is None:
+        REGISTERED[name] = SimpleNamespace(load=lambda device: score)
+    else:
+        REGISTERED[name] = SimpleNamespace(load=lambda device: score, load_differentiable=lambda device: score_pixels)
 
 
 def reward_names() -> list[str]:
@@ -195,6 +202,65 @@ def load(name: str, device: Any, options: Mapping[str, Any] | None = None) -> Ca
     if not callable(score):
         raise UserError(f"load() of reward {name!r} returned {quoted(score)} instead of a function")
     return score
+
+
+def has_gradient(name: str) -> bool:
+    """Return whether a reward's file has `load_differentiable`; False for a reward that has no file here."""
+    return name in reward_names() and callable(getattr(_module(name), "load_differentiable", None))
+
+
+def check_gradients(weights: Mapping[str, float], served: Iterable[str] = ()) -> None:
+    """Raise UserError for the first reward without a gradient. Arguments as in `check_rewards`."""
+    served = set(served)
+    for name in weights:
+        if name in served or is_service(name):
+            raise UserError(
+                f"reward {name!r} is scored by a server, which returns scores and no gradient; score it in this "
+                f"process, without config.reward.args.{name}.url, or take a reward that has a gradient: "
+                f"{_names_with_gradient()}"
+            )
+        if not has_gradient(name):
+            raise UserError(
+                f"reward {name!r} has no gradient: its file has no function load_differentiable(device, **options); "
+                f"those that have one: {_names_with_gradient()}"
+            )
+
+
+def _names_with_gradient() -> str:
+    """Return the names of the rewards that have a gradient. A file that cannot be imported has none."""
+    names = []
+    for name in reward_names():
+        with suppress(UserError):
+            if has_gradient(name):
+                names.append(name)
+    return ", ".join(names)
+
+
+def load_differentiable(name: str, device: Any, options: Mapping[str, Any] | None = None) -> Callable:
+    """Return (images [B, 3, H, W] in [0, 1], prompts, metadata) -> scores [B] float32 with a graph.
+
+    Raise UserError if the reward has no gradient, or `load_differentiable` of its file returns no function. The
+    returned function raises it for scores that are no [B], or have no graph back to images that require a gradient.
+    """
+    check_gradients({name: 1.0})
+    foreign_code.remember_state(name)
+    with _errors_named(name, "was not loaded"):
+        score_pixels = _module(name).load_differentiable(device, **options or {})
+    if not callable(score_pixels):
+        raise UserError(
+            f"load_differentiable() of reward {name!r} returned {quoted(score_pixels)} instead of a function"
+        )
+
+    def checked(images: Any, prompts: list[str], metadata: list[dict]) -> Any:
+        scores = score_pixels(images, prompts, metadata)
+        shape = tuple(getattr(scores, "shape", ()))
+        if shape != (len(prompts),):
+            raise UserError(f"score_pixels of reward {name!r} returned {shape} for {len(prompts)} images")
+        if images.requires_grad and not scores.requires_grad:
+            raise UserError(f"score_pixels of reward {name!r} returned scores without a graph back to the images")
+        return scores.float()
+
+    return checked
 
 
 def bounds(name: str) -> tuple[float, float]:

@@ -10,11 +10,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from transformers import CLIPModel
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line
-from flow_grpo.base.pixels import to_pictures
-from flow_grpo.rewards.clip_model import in_batches, load_clip, read_weights
+from flow_grpo.rewards.clip_model import (
+    Prepare,
+    differentiable_pixels,
+    image_embeddings,
+    in_batches,
+    load_clip,
+    pixels_of_pictures,
+    read_weights,
+)
 
 MODEL = "openai/clip-vit-large-patch14"
 PREDICTOR = "trl-lib/ddpo-aesthetic-predictor/aesthetic-model.pth"
@@ -29,6 +37,31 @@ def load(device: torch.device | str, model: str = MODEL, predictor: str = PREDIC
         model: hub id or folder of the CLIPModel that the predictor was fitted to, and of its CLIPProcessor.
         predictor: state dict of the linear layers, a local file or owner/repository/file of the hub.
     """
+    clip, prepare, rating = _load_models(device, model, predictor)
+
+    def rate(images: Tensor) -> Tensor:
+        return _ratings(clip, rating, pixels_of_pictures(clip, prepare, images))
+
+    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        return in_batches(rate, images)
+
+    return score
+
+
+def load_differentiable(
+    device: torch.device | str, model: str = MODEL, predictor: str = PREDICTOR
+) -> Callable[..., Tensor]:
+    """Return the scorer with a graph. Arguments and errors as of `load`, with which it shares the model."""
+    clip, prepare, rating = _load_models(device, model, predictor)
+
+    def score_pixels(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        return _ratings(clip, rating, differentiable_pixels(clip, prepare, images))
+
+    return score_pixels
+
+
+def _load_models(device: torch.device | str, model: str, predictor: str) -> tuple[CLIPModel, Prepare, nn.Module]:
+    """Return the CLIP, its processor and the linear layers, all frozen. Arguments and errors as of `load`."""
     weights = read_weights("aesthetic", predictor)
     clip, prepare = load_clip("aesthetic", model, model, device)
     rating = linear_layers(clip.visual_projection.out_features)
@@ -37,17 +70,12 @@ def load(device: torch.device | str, model: str = MODEL, predictor: str = PREDIC
     except RuntimeError as error:
         problem = in_one_line(error)
         raise UserError(f"reward aesthetic: {predictor!r} is no predictor for the CLIP {model!r}: {problem}") from error
-    rating = rating["layers"].to(device).requires_grad_(False)
+    return clip, prepare, rating["layers"].to(device).requires_grad_(False)
 
-    def rate(images: Tensor) -> Tensor:
-        pixels = prepare(images=to_pictures(images), return_tensors="pt")["pixel_values"].to(clip.device)
-        embeddings = clip.visual_projection(clip.vision_model(pixel_values=pixels).pooler_output)
-        return rating(normalize(embeddings)).squeeze(1)
 
-    def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        return in_batches(rate, images)
-
-    return score
+def _ratings(clip: CLIPModel, rating: nn.Module, pixels: Tensor) -> Tensor:
+    """Return the ratings of images, [B], of pixels that are prepared for the model."""
+    return rating(normalize(image_embeddings(clip, pixels))).squeeze(1)
 
 
 def linear_layers(width: int) -> nn.ModuleDict:

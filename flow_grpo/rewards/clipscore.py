@@ -5,12 +5,11 @@ bare prompt; only scores of one setting compare.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from flow_grpo.rewards.clip_model import cosines, in_batches, load_clip
+from flow_grpo.rewards.clip_model import cosines, differentiable_pixels, in_batches, load_clip, pixels_of_pictures
 
 MODEL = "openai/clip-vit-large-patch14"
 SCALE = 2.5
@@ -25,10 +24,27 @@ def load(device: torch.device | str, model: str = MODEL, prefix: str = "") -> Ca
         prefix: text before every prompt, with a space of its own at the end.
     """
     clip, prepare = load_clip("clipscore", model, model, device)
-    similarity = partial(cosines, clip, prepare)
+
+    def similarity(images: Tensor, texts: list[str]) -> Tensor:
+        return cosines(clip, prepare, pixels_of_pictures(clip, prepare, images), texts)
 
     def score(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         texts = [prefix + prompt for prompt in prompts]
         return SCALE * in_batches(similarity, images, texts).clamp(0, 1)
 
     return score
+
+
+def load_differentiable(device: torch.device | str, model: str = MODEL, prefix: str = "") -> Callable[..., Tensor]:
+    """Return the scorer with a graph. Arguments and errors as of `load`, with which it shares the model.
+
+    The gradient is 0 where the cosine is negative.
+    """
+    clip, prepare = load_clip("clipscore", model, model, device)
+
+    def score_pixels(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        texts = [prefix + prompt for prompt in prompts]
+        pixels = differentiable_pixels(clip, prepare, images)
+        return SCALE * cosines(clip, prepare, pixels, texts).clamp(0, 1)
+
+    return score_pixels

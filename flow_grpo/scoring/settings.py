@@ -53,6 +53,12 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
         )
 
 
+def check_gradients(weights: Mapping[str, float], settings: Reward) -> None:
+    """Raises UserError for a reward without a gradient, or one that a server scores. Loads no model."""
+    served = [name for name in weights if split_settings(name, settings)[0].url]
+    rewards.check_gradients(weights, served)
+
+
 def split_settings(name: str, settings: Reward) -> tuple[RewardSettings, dict[str, Any]]:
     """Return the settings of a reward, and the options of its `load`."""
     overrides = plain(settings.args.get(name, {}))
