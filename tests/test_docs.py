@@ -156,6 +156,8 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "A sentence that says what is refused needs an entry": NOT_OURS,
     "settings that Euler's class ignores is refused": ("test_model_files.py", "UniPC"),
     "A `score` that sets the default dtype is refused": ("test_rewards.py", "set torch's default dtype"),
+    "in between cuts the graph, which is refused": ("test_local_rewards.py", "without a graph"),
+    "which is refused by name where a gradient is needed": ("test_local_rewards.py", "reward_without_a_gradient"),
     "A source of another form": ("test_preferences.py", "def test_foreign_source_is_refused"),
     "refuses what it cannot be trained with": ("test_refusals.py", "sde_type 'cps'"),
     "it refuses settings whose entries do not list it": ("test_config.py", "def test_a_script_refuses_exactly"),
@@ -266,8 +268,8 @@ def executed(code, name):
 
 
 def test_the_reward_of_ones_own_scores(tmp_path, monkeypatch):
-    reward, _ = python_of("howto/own_reward")
-    (tmp_path / "brightness.py").write_text(reward)
+    reward, gradient, _ = python_of("howto/own_reward")
+    (tmp_path / "brightness.py").write_text(reward + gradient)
     monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
     monkeypatch.setattr(rewards, "REGISTERED", {})  # by the fixture `shallow`
     monkeypatch.delitem(sys.modules, "flow_grpo.rewards.brightness", raising=False)  # of another test
@@ -275,6 +277,10 @@ def test_the_reward_of_ones_own_scores(tmp_path, monkeypatch):
         score = rewards.load("brightness", torch.device("cpu"), {"gamma": 2.0})
         images = torch.stack([torch.zeros(3, 8, 8), torch.full((3, 8, 8), 0.5)])
         assert score(images, ["", ""], [{}, {}]).tolist() == [0.0, 0.25]
+        images.requires_grad_()
+        rewards.load_differentiable("brightness", "cpu", {"gamma": 2.0})(images, ["", ""], [{}, {}]).sum().backward()
+        # The slope of the squared mean of 192 numbers.
+        assert torch.allclose(images.grad[1], torch.tensor(2 * 0.5 / 192))
         assert "brightness" in rewards.reward_names()
         assert rewards.bounds("brightness") == (0.0, 1.0)
     finally:
@@ -286,7 +292,7 @@ def test_the_reward_of_a_notebook_trains(shallow, tmp_path, monkeypatch):
     for name in ("config", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    _, code = python_of("howto/own_reward")
+    *_, code = python_of("howto/own_reward")
     fewer = f"config.num_epochs, config.eval_freq, config.model = 1, 0, {shallow['model']!r}"
     exec(code.replace("train_qwenimage.main(", f"{fewer}\ntrain_qwenimage.main("), {})
     assert "reward/redness" in lines_of(tmp_path / "runs/shapes_qwenimage_smoke", "epoch")[0]

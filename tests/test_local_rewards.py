@@ -100,7 +100,7 @@ def reward(request, options):
     return request.param, rewards.load(request.param, torch.device("cpu"), options(request.param))
 
 
-@pytest.fixture(params=["pickscore", "clipscore", "aesthetic"])
+@pytest.fixture(params=["pickscore", "clipscore", "aesthetic", "hpsv2"])
 def differentiable(request, options):
     """(name, its options, its scorer with a graph) of one reward."""
     name = request.param
@@ -192,7 +192,7 @@ def test_hpsv2_is_open_clips_own_cosine_and_pads_what_is_not_square(hps_weights)
 def test_a_score_with_a_graph_differs_by_what_pictures_of_8_bits_round(differentiable, size):
     """Bounds are twice what docs/reference/rewards.md says was measured."""
     name, options, score_pixels = differentiable
-    bounds = {"pickscore": 0.003, "clipscore": 0.012, "aesthetic": 0.0005}
+    bounds = {"pickscore": 0.003, "clipscore": 0.012, "aesthetic": 0.0005, "hpsv2": 0.004}
     images = torch.rand(4, 3, *size, generator=torch.Generator().manual_seed(3))
     wanted = rewards.load(name, "cpu", options)(images, PROMPTS, [{}] * 4)
     scores = score_pixels(images, PROMPTS, [{}] * 4)
@@ -266,7 +266,7 @@ def test_a_reward_without_a_gradient_is_refused_by_name(monkeypatch):
         return lambda: check_gradients(weights, Reward(args=args))
 
     remote = {"url": "http://127.0.0.1:1"}
-    having = ["aesthetic", "clipscore", "pickscore"]
+    having = ["aesthetic", "clipscore", "hpsv2", "pickscore"]
     rows = [
         ("a rule", checked({"pickscore": 1, "shapes": 0.1}), ["shapes", "no gradient", *having]),
         ("load", lambda: rewards.load_differentiable("jpeg_compressibility", "cpu"), ["jpeg_compressibility", *having]),

@@ -124,7 +124,7 @@ def variants() -> str:
 
 
 def reward_files() -> str:
-    """Return a table of all rewards, by the first paragraph of their files, with the bounds of their scores."""
+    """Return a table of all rewards, by the first paragraph of their files: bounds of scores, and their gradients."""
     rows = []
     for path in sorted(Path(rewards.__file__).parent.glob("*.py")):
         name = path.stem
@@ -132,8 +132,10 @@ def reward_files() -> str:
             continue
         docstring = ast.get_docstring(ast.parse(path.read_text()))
         bounds = "{:g} to {:g}".format(*rewards.bounds(name)).replace("inf", "infinity")
-        rows.append([f"`{name}`", first_paragraph(docstring), bounds.replace("-infinity to infinity", "unbounded")])
-    return table(["reward", "what it scores", "bounds"], rows)
+        bounds = bounds.replace("-infinity to infinity", "unbounded")
+        gradient = "yes" if rewards.has_gradient(name) else ""
+        rows.append([f"`{name}`", first_paragraph(docstring), bounds, gradient])
+    return table(["reward", "what it scores", "bounds", "gradient"], rows)
 
 
 def model_files() -> str:

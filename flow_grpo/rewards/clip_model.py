@@ -7,13 +7,13 @@ import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from huggingface_hub import hf_hub_download
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, interpolate
 from transformers import BatchFeature, CLIPModel, CLIPProcessor
 
@@ -21,10 +21,11 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 
 Prepare = Callable[..., BatchFeature]  # a CLIPProcessor, whose own types lack the arguments of its parts
+Model = TypeVar("Model", bound=nn.Module)
 BATCH_SIZE = 32  # images per forward
 WAY_OUT = "where there is a network, and set HF_HOME to the folder it filled"
-# CLIPs in use, by model and device. A model is freed with the last reward that holds it.
-_loaded: WeakValueDictionary[tuple[str, str], CLIPModel] = WeakValueDictionary()
+# Models in use, by what they were loaded from and their device. One is freed with the last reward that holds it.
+_loaded: WeakValueDictionary[tuple[str, ...], nn.Module] = WeakValueDictionary()
 
 
 def in_batches(score: Callable[..., Tensor], *columns) -> Tensor:
@@ -36,20 +37,28 @@ def in_batches(score: Callable[..., Tensor], *columns) -> Tensor:
     return torch.cat(scores)
 
 
+def shared_model(key: tuple[str, ...], load: Callable[[], Model]) -> Model:
+    """Return the frozen model of a key, loaded unless a reward holds it, with or without a gradient.
+
+    A forward writes nothing into the model and the grad mode is each thread's own, so threads may call it at the same
+    time.
+    """
+    model = _loaded.get(key)
+    if model is None:
+        model = load().requires_grad_(False).eval()
+        _loaded[key] = model
+    return model
+
+
 def load_clip(reward: str, model: str, processor: str, device: torch.device | str) -> tuple[CLIPModel, Prepare]:
     """Return a frozen CLIP in float32 on `device`, and its processor, both by hub id or folder.
 
-    Rewards of one model and device share its weights, with and without a gradient. A forward writes nothing into the
-    model and the grad mode is each thread's own, so threads may call it at the same time.
-
     Raise UserError, which names the reward and the id, if weights or processor are missing.
     """
-    key = (model, str(torch.device(device)))
-    clip = _loaded.get(key)
-    if clip is None:
-        clip = _pretrained(reward, CLIPModel, model, dtype=torch.float32)
-        clip = clip.to(device).requires_grad_(False).eval()
-        _loaded[key] = clip
+    clip = shared_model(
+        (model, str(torch.device(device))),
+        lambda: _pretrained(reward, CLIPModel, model, dtype=torch.float32).to(device),
+    )
     # torchvision, the other backend, resizes a little differently.
     prepare = _pretrained(reward, CLIPProcessor, processor, backend="pil")
     return clip, prepare
