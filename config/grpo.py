@@ -4,6 +4,8 @@ A function here is an experiment and overrides defaults of docs/reference/settin
 command line, --config.seed=7.
 """
 
+import math
+
 from ml_collections import ConfigDict
 
 from config import models, variants
@@ -281,6 +283,41 @@ def rsm(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def fdfo(config: ConfigDict) -> ConfigDict:
+    """FDFO (arXiv:2603.12893): pairs of images from one noise, which a little noise in all steps tells apart."""
+    config = _of_endpoints(config)
+    config.train.objective = "fdfo"
+    config.train.clip_range = 0.03
+    # As many images as before, in pairs.
+    pairs = max(config.sample.num_images_per_prompt // 2, 1)
+    config.sample.num_prompts_per_epoch *= pairs
+    config.sample.num_images_per_prompt = 2
+    config.sample.same_latent = True
+    return config
+
+
+def endpoint(config: ConfigDict) -> ConfigDict:
+    """Endpoint regression (after arXiv:2610.12572): velocities move along the covariance of reward and image."""
+    config = _of_endpoints(config)
+    config.train.objective = "endpoint"
+    # The clip range of the defaults: endpoint does not read it.
+    config.train.clip_range = default_config().train.clip_range
+    return config
+
+
+def _of_endpoints(config: ConfigDict) -> ConfigDict:
+    """Noise in all steps, so little that they hardly leave the path of the ODE, and whole groups in each batch."""
+    defaults = default_config()
+    config.sample.noise_level = 0.1
+    config.sample.sde_window_size = 0
+    config.sample.sde_window_range = defaults.sample.sde_window_range
+    config.sample.sde_window_interval = defaults.sample.sde_window_interval
+    config.sample.global_std = True
+    config.train.updates_per_epoch = 1
+    config.sample.batch_size = math.lcm(config.sample.batch_size, config.sample.num_images_per_prompt)
+    return config
+
+
 def distill(config: ConfigDict) -> ConfigDict:
     """On-policy distillation (arXiv:2306.13649): noise in all steps; an adapter learns from `train.teachers`."""
     defaults = default_config()
@@ -337,6 +374,8 @@ VARIANTS = (
     guard,
     dppo,
     rsm,
+    fdfo,
+    endpoint,
     variants.large_gpu,
     eight_bit_base,
     variants.four_bit_base,

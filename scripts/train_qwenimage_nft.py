@@ -140,7 +140,7 @@ def add_gradients(run: Run, rows: ImageRows) -> None:
         noise=noise,
         sigma=rows.timesteps / 1000,
         reference_velocity=reference,
-        group_size=run.plan.images_together,
+        group_size=rows.group_size,
     )
 
     # The objective's loss of each row, and flow matching on all images alike, which keeps it stable.

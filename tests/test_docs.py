@@ -159,6 +159,7 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "in between cuts the graph, which is refused": ("test_local_rewards.py", "without a graph"),
     "which is refused by name where a gradient is needed": ("test_local_rewards.py", "reward_without_a_gradient"),
     "A source of another form": ("test_preferences.py", "def test_foreign_source_is_refused"),
+    '"sde" and "dance", and any other is refused': ("test_refusals.py", "'sde' or 'dance'"),
     "refuses what it cannot be trained with": ("test_refusals.py", "sde_type 'cps'"),
     "it refuses settings whose entries do not list it": ("test_config.py", "def test_a_script_refuses_exactly"),
     "Another schedule and a single update": ("test_refusals.py", '"old_decay_schedule 0", "which is 0.5"'),

@@ -149,6 +149,72 @@ def test_rsm_is_a_hinge_on_what_the_change_of_the_velocity_does_to_the_noise(exp
     torch.testing.assert_close(learned.grad, -advantages * goes_on, rtol=1e-9, atol=0)
 
 
+def endpoint_rows(seed=0):
+    """Rows of three groups of four at their own levels, the change of their velocities, which takes a gradient, and
+    their advantages; float64."""
+    stream = torch.Generator().manual_seed(seed)
+    x_0, old_mean, change = torch.randn(3, 12, 4, 5, generator=stream, dtype=torch.float64)
+    advantages = torch.randn(12, generator=stream, dtype=torch.float64)
+    sigma = torch.linspace(0.95, 0.2, 12, dtype=torch.float64)
+    dt = torch.full((12, 1, 1), -0.1, dtype=torch.float64)
+    std_dev_t = torch.linspace(0.1, 0.7, 12, dtype=torch.float64).view(-1, 1, 1)
+    change = (0.1 * change).requires_grad_()
+    slope = (1 + std_dev_t**2 * (1 - sigma.view(-1, 1, 1)) / (2 * sigma.view(-1, 1, 1))) * dt
+    step = SimpleNamespace(prev_sample_mean=old_mean + slope * change, std_dev_t=std_dev_t, dt=dt)
+    rows = SimpleNamespace(x_0=x_0, means=old_mean, timesteps=1000 * sigma, group_size=4)
+    return step, rows, change, advantages
+
+
+def test_fdfo_is_the_published_loss_of_velocities_that_come_nearer_to_better_images():
+    step, rows, change, advantages = endpoint_rows()
+    found = OBJECTIVES["fdfo"].function(step, rows, advantages, Train(clip_range=0.03))
+    for row in range(12):
+        group = rows.x_0[row // 4 * 4 : row // 4 * 4 + 4]
+        difference = rows.x_0[row] - group.mean(0)
+        direction = difference / (difference.square().mean() + 1e-6)
+        target = -direction  # less the old velocity
+        log_ratio = direction.square().mean() - (change[row] - target).square().mean()
+        ratio = log_ratio.exp()
+        loss = -advantages[row] * ratio + advantages[row].abs() / (2 * 0.03) * (ratio - 1) ** 2
+        torch.testing.assert_close(found.log_ratio[row], log_ratio, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found.loss[row], loss, rtol=1e-9, atol=1e-12)
+
+
+def test_fdfo_holds_a_ratio_to_one_clip_range_on_the_side_of_its_advantage():
+    log_ratio = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([0.7, -0.4], dtype=torch.float64)
+    for _ in range(2000):
+        losses.fdfo_loss(log_ratio, advantages, 0.03).sum().backward()
+        log_ratio = (log_ratio - 0.01 * log_ratio.grad).detach().requires_grad_()
+    torch.testing.assert_close(log_ratio.exp().detach(), torch.tensor([1.03, 0.97], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("space", ["velocity", "x_0"])
+def test_endpoint_moves_velocities_against_the_covariance_of_reward_and_image(space):
+    step, rows, change, advantages = endpoint_rows()
+    train = Train(endpoint_magnitude=0.3, endpoint_space=space)
+    found = OBJECTIVES["endpoint"].function(step, rows, advantages, train)
+    for group in range(3):
+        members = range(group * 4, group * 4 + 4)
+        deviations = advantages[list(members)] - advantages[list(members)].mean()
+        covariance = sum(deviations[k] * rows.x_0[member] for k, member in enumerate(members)) / 3
+        direction = covariance / (covariance.square().mean().sqrt() + 1e-5)
+        for row in members:
+            sigma = rows.timesteps[row] / 1000 if space == "x_0" else 1.0
+            # The image that a velocity leads to is x - sigma v: it moves by the direction.
+            target = -0.3 * direction / sigma
+            loss = sigma**2 * (change[row] - target).square().mean()
+            torch.testing.assert_close(found.loss[row], loss, rtol=1e-9, atol=1e-12)
+    found.loss.sum().backward()
+    assert change.grad.abs().min() > 0
+
+
+def test_where_all_images_of_a_group_score_alike_endpoint_holds_the_old_velocity():
+    step, rows, change, advantages = endpoint_rows()
+    found = OBJECTIVES["endpoint"].function(step, rows, 0 * advantages, Train())
+    torch.testing.assert_close(found.loss, change.square().mean((1, 2)))
+
+
 def golden_step(beta="1.0"):
     """Images with their velocities, which take gradients, and their advantages: golden numbers, float64."""
     x_0 = golden(f"nft/{beta}/x0")

@@ -212,6 +212,7 @@ def numbered_rollout(images, steps, outcomes):
         means=of_step[..., None, None],
         log_probs=of_outcome,
         step_weights=of_step,
+        x_0=of_image.view(-1, 1, 1),
     )
     rollout.advantages = rollout.loss_weight = of_outcome
     return rollout
@@ -225,6 +226,7 @@ def assert_holds_its_rows(rows, outcomes):
     assert torch.equal(rows.condition.text_embeds.flatten(), images)
     assert torch.equal(rows.timesteps, of_step)
     assert torch.equal(rows.latents.flatten(), of_step)
+    assert torch.equal(rows.x_0.flatten(), images)
     assert torch.equal(rows.means.flatten(), of_step.repeat_interleave(outcomes))
     assert torch.equal(rows.step_weights, of_step.repeat_interleave(outcomes))
     for column in (rows.next_latents.flatten(), rows.log_probs, rows.advantages, rows.loss_weight):
@@ -250,6 +252,7 @@ def test_minibatches_hold_every_row_once_and_an_update_the_same_rows_on_any_numb
                 for part in update:
                     assert_holds_its_rows(part, outcomes)
                     assert len(part.row_ids) <= plan.batch_size
+                    assert part.group_size == plan.images_together
                     assert part.num_rows == sum(len(other.row_ids) for other in update)
                     ids = [tuple(row) for row in part.row_ids.tolist()]
                     sets[number].update(ids)

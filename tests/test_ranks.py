@@ -90,11 +90,14 @@ def test_two_ranks_equal_one_and_leave_everything(name, start, how, shallow, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shapes_qwenimage_nft,ram", "shapes_qwenimage_nft,crd", "shapes_qwenimage_pr,rsm"])
+@pytest.mark.parametrize(
+    "name", ["shapes_qwenimage_nft,ram", "shapes_qwenimage_nft,crd", "shapes_qwenimage_pr,rsm", "shapes_qwenimage,fdfo"]
+)
 def test_two_ranks_equal_one_for_other_losses(name, shallow, tmp_path):
-    """A group of crd, which its loss looks at as a whole, is a batch."""
+    """A group that its loss looks at as a whole is a batch."""
     how = HOW | shallow | dict(eval_freq=0)
-    how |= dict(sample__batch_size=8) if "crd" in name else {}
+    of_groups = any(loss in name for loss in ("crd", "fdfo", "endpoint"))
+    how |= dict(sample__batch_size=8) if of_groups else {}
     one = train(name, tmp_path / "one", **how)
     assert_same(one, on_two_ranks(name, tmp_path / "two", **how))
 

@@ -32,6 +32,8 @@ RUNS = {  # script -> its runs, which have all that it can do switched on betwee
         (f"{WINDOW},dppo", ONE | dict(sample__sde_window_size=0)),
         (f"{WINDOW},guard", ONE),
         (f"{WINDOW},rsm", ONE),
+        (f"{WINDOW},fdfo", ONE),
+        (f"{WINDOW},endpoint", ONE),
     ],
     table.PR: [
         (BRANCHES, TWO | KL),
@@ -62,12 +64,19 @@ SAMPLER = {"sample.same_latent", "sample.noise_level", "sample.sde_type"}
 AT_THEIR_DEFAULT = {
     table.GRPO: FINGERPRINT | PLAN,
     table.PR: FINGERPRINT | PLAN - {"sample.num_branches"} | {"sample.same_latent"},
-    table.NFT: FINGERPRINT | SAMPLER | {"sample.num_branches"},
+    table.NFT: FINGERPRINT | SAMPLER | {"sample.num_branches", "train.objective"},
     table.DPO: SAMPLER
     | {"train.teachers", "sample.baseline"}
     | {"train.beta", "train.reference_guidance_scale", "train.reward_aggregation"},
     table.DISTILL: PLAN
-    | {"preferences.path", "sample.scouts_per_image", "train.beta", "train.guidance_scale", "sample.baseline"}
+    | {
+        "train.objective",
+        "preferences.path",
+        "sample.scouts_per_image",
+        "train.beta",
+        "train.guidance_scale",
+        "sample.baseline",
+    }
     | {setting.key for setting in table.SETTINGS if setting.read_in == "advantages"},  # for the weights alone
 }
 # Read by name, from the config as it is stored, by nothing (the user's own), after more epochs than these, by a run
@@ -75,7 +84,7 @@ AT_THEIR_DEFAULT = {
 NOT_SEEN = {"method", "custom", "health.reward_drop", "accept_changes", "signal_grace_s", "dry_run_format"}
 UNCONDITIONALLY = {"attention", "sample.flash_solver", "train.guidance_scale"}  # their defaults say that they are off
 # Where the loss itself reads none.
-OF_STATISTICS = {name: {"train.clip_range"} for name in ("dppo", "elbo", "crd")}
+OF_STATISTICS = {name: {"train.clip_range"} for name in ("dppo", "elbo", "crd", "endpoint")}
 # What functions that one's own rollout or update calls too read: run.sampling and run.update. The window's range is
 # left out, since `smoke` has to set it.
 OF_HELPERS = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flow_grpo.diffusers_patch.sampling_params import SDE_TYPES
-from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
+from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob, velocity_slope
 
 GOLDEN = np.load(Path(__file__).parent / "golden" / "golden.npz")
 
@@ -146,6 +146,19 @@ def test_noise_changes_the_path_not_the_marginal(sde_type):
     # The bound leaves room for terms of dt^2, which the step leaves out.
     variance = step.prev_sample_mean.square() + step.transition_std.square()
     assert variance.item() == pytest.approx(sigmas[middle + 1].item() ** 2, abs=2e-5)
+
+
+@pytest.mark.parametrize("sde_type", ["sde", "dance"])
+def test_the_slope_of_a_steps_mean_is_its_derivative_by_the_velocity(sde_type):
+    """The first step's too, at sigma 1."""
+    scheduler = schedule("qwen512")
+    x, v = torch.randn(2, 3, 4, 3, generator=torch.Generator().manual_seed(0))
+    v.requires_grad_()
+    timesteps = scheduler.timesteps[[0, 3, 8]]
+    step = sde_step_with_logprob(scheduler, v, timesteps, x, noise_level=0.7, sde_type=sde_type, prev_sample=x)
+    step.prev_sample_mean.sum().backward()
+    slope = velocity_slope(step, timesteps / 1000)
+    torch.testing.assert_close(slope.expand(3, 4, 3), v.grad)
 
 
 @pytest.mark.parametrize("sde_type", SDE_TYPES)

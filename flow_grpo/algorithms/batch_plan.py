@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import gpus
-from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.settings.sections import Config, Sample, Train
 from flow_grpo.settings.table import MAX_BATCH_SIZE
 
@@ -54,6 +54,13 @@ def num_trained_steps(sample: Sample, train: Train) -> int:
     return min(steps, sample.num_steps - 1)
 
 
+def takes_whole_groups(train: Train) -> bool:
+    """Return whether minibatches hold whole groups, as the chosen loss compares the images of one."""
+    # One of the two is its default, since no script reads both.
+    chosen = (OBJECTIVES[train.objective], FORWARD_OBJECTIVES[train.forward_objective])
+    return any(objective.whole_groups for objective in chosen)
+
+
 def plan_batches(config: Config, world_size: int) -> BatchPlan:
     """Divide an epoch of images over the GPUs. Raises UserError, with numbers that do, if it does not divide."""
     sample = config.sample
@@ -66,7 +73,7 @@ def plan_batches(config: Config, world_size: int) -> BatchPlan:
         )
     fewest_steps = 1 if _window_is_cut_off(sample) else steps
     images_together = 1
-    if FORWARD_OBJECTIVES[train.forward_objective].whole_groups:
+    if takes_whole_groups(train):
         images_together = sample.num_images_per_prompt
     division = Division(fewest_steps, images_together, train.updates_per_epoch)
     num_images = sample.num_prompts_per_epoch * sample.num_images_per_prompt

@@ -14,6 +14,8 @@ from flow_grpo.algorithms.schedules import old_policy_decay  # noqa: F401  its p
 
 # The published code of DiffusionNFT multiplies its loss by this.
 NFT_FACTOR = 5
+# Least root mean square of a covariance that is divided by its own.
+RMS_FLOOR = 1e-5
 
 
 def clipped_surrogate(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
@@ -85,6 +87,56 @@ def rsm_loss(log_ratio: Tensor, advantages: Tensor, clip_range: float) -> Tensor
     """Matching loss of reward score matching (RSM, arXiv:2604.17415), [B]: max(0, |A| c - A log_ratio), a hinge on the
     log-ratio [B]. A row pushes its log-ratio the way A points, until that is c."""
     return F.relu(clip_range * advantages.abs() - advantages * log_ratio)
+
+
+def group_differences(x_0: Tensor, group_size: int) -> Tensor:
+    """Images [B, ...] less the mean of their group of `group_size` neighbours."""
+    groups = x_0.unflatten(0, (-1, group_size))
+    return (groups - groups.mean(1, keepdim=True)).flatten(0, 1)
+
+
+def fdfo_log_ratio(velocity_change: Tensor, direction: Tensor) -> Tensor:
+    """Log-ratio of finite-difference flow optimisation (FDFO, arXiv:2603.12893), [B]: mean d^2 - mean (v - v*)^2, by
+    how much the velocity v has come nearer to v* = v_old - d than v_old was.
+
+    Args:
+        velocity_change: v - v_old, [B, ...].
+        direction: d, [B, ...].
+    """
+    # What is left of the two squares, which is exactly 0 where the velocity has not changed.
+    return -(velocity_change * (velocity_change + 2 * direction)).flatten(1).mean(1)
+
+
+def fdfo_loss(log_ratio: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
+    """FDFO's objective (arXiv:2603.12893), [B]: -A rho + |A| (rho - 1)^2 / (2 c), which holds the ratio rho to its
+    optimum, 1 + c for a better image and 1 - c for a worse one."""
+    ratio = torch.exp(log_ratio)
+    return -advantages * ratio + advantages.abs() * (ratio - 1) ** 2 / (2 * clip_range)
+
+
+def reward_covariance(x_0: Tensor, advantages: Tensor, group_size: int) -> Tensor:
+    """Covariance of reward and image over each group, [B, ...], the same for all of a group, over its root mean square:
+    the direction in which images of the prompt get better (DiffusionART, arXiv:2610.12572). 0 where all score alike.
+
+    Args:
+        x_0: [B, ...], groups of `group_size` neighbours.
+    """
+    by_row = advantages.view(-1, *[1] * (x_0.ndim - 1))
+    products = (by_row * group_differences(x_0, group_size)).unflatten(0, (-1, group_size))
+    covariance = products.sum(1) / (group_size - 1)
+    rms = covariance.flatten(1).square().mean(1).sqrt()
+    direction = covariance / (rms + RMS_FLOOR).view(-1, *[1] * (x_0.ndim - 1))
+    return direction.repeat_interleave(group_size, 0)
+
+
+def endpoint_loss(change: Tensor, direction: Tensor, magnitude: float) -> Tensor:
+    """Squared distance to a change by `magnitude` against a direction, mean over elements, [B]. A velocity that falls
+    by d / sigma moves the image that it leads to by d.
+
+    Args:
+        change: [B, ...], v - v_old, or sigma (v - v_old).
+    """
+    return (change + magnitude * direction).square().flatten(1).mean(1)
 
 
 def dppo_loss(log_ratio: Tensor, kl: Tensor, advantages: Tensor, kl_limit: float) -> Tensor:

@@ -27,6 +27,7 @@ class Minibatch:
     row_ids: Tensor  # [R, 2] int64 on the CPU, (global image, trained step): names a row in an error
     num_rows: int  # of the whole update, on this rank
     inner_epoch: int  # passes over this rollout before this one
+    group_size: int  # rows of one step that are neighbours and compete; 1 = they lie anywhere
     condition: Condition  # R rows
     timesteps: Tensor  # [R] f32
     advantages: Tensor  # [R * J] f32
@@ -42,6 +43,7 @@ class StepRows(Minibatch):
     means: Tensor  # [R * J, N, C] f32
     log_probs: Tensor  # [R * J] f32
     step_weights: Tensor  # [R * J] f32
+    x_0: Tensor | None  # [R, N, C] f32, of the finished images; None if the objective does not ask for them
 
 
 @dataclass
@@ -83,12 +85,13 @@ class Rollout(ABC, Generic[Rows]):
         """Trained steps of each image, K."""
         return self.timesteps.shape[1]
 
-    def take(self, rows: Tensor, num_rows: int, inner_epoch: int = 0) -> Rows:
+    def take(self, rows: Tensor, num_rows: int, inner_epoch: int = 0, group_size: int = 1) -> Rows:
         """Return a minibatch of rows.
 
         Args:
             rows: [R] int64 on the CPU, image * K + step.
             num_rows: of the whole update.
+            group_size: as in Minibatch.
         """
         images = rows // self.num_steps
         steps = rows % self.num_steps
@@ -99,6 +102,7 @@ class Rollout(ABC, Generic[Rows]):
             row_ids=torch.stack([self.image_numbers[images], steps], 1),
             num_rows=num_rows,
             inner_epoch=inner_epoch,
+            group_size=group_size,
             condition=self.condition.take(at.images),
             timesteps=self.timesteps[at.images, at.steps],
             advantages=_take_outcomes(self.advantages, at),
@@ -119,6 +123,7 @@ class StoredSteps(Rollout[StepRows]):
     means: Tensor  # [B, K, N, C] f32, of the Gaussians that the outcomes were drawn from
     log_probs: Tensor  # [B, K, J] f32, under the policy that drew the outcomes
     step_weights: Tensor  # [B, K] f32, loss weight of the step
+    x_0: Tensor | None = None  # [B, N, C] f32, of the finished images; None if the objective does not ask for them
 
     @property
     def num_outcomes(self) -> int:
@@ -134,6 +139,7 @@ class StoredSteps(Rollout[StepRows]):
             means=self.means[at.images, at.steps].repeat_interleave(self.num_outcomes, 0),
             log_probs=_take_outcomes(self.log_probs, at),
             step_weights=self.step_weights[at.images, at.steps].repeat_interleave(self.num_outcomes, 0),
+            x_0=None if self.x_0 is None else self.x_0[at.images],
         )
 
 
@@ -206,7 +212,8 @@ def concat(rollouts: list[AnyRollout]) -> AnyRollout:
         condition = condition.take(order.to(rollouts[0].timesteps.device))
     tensors = {}
     for column in fields(rollouts[0]):
-        if column.name != "condition" and column.init:
+        is_there = getattr(rollouts[0], column.name) is not None
+        if column.name != "condition" and column.init and is_there:
             whole = torch.cat([getattr(rollout, column.name) for rollout in rollouts])
             tensors[column.name] = whole if is_sorted else whole[order.to(whole.device)]
     return type(rollouts[0])(condition=condition, **tensors)
@@ -238,4 +245,4 @@ def shuffled_updates(
         rows = batch * rows_per_batch + images * num_steps + step[:, None]
         rows_of_batches.append(rows.view(plan.updates_per_epoch, -1))
     for rows in torch.cat(rows_of_batches, dim=1):
-        yield [rollout.take(part, len(rows), inner_epoch) for part in rows.split(plan.batch_size)]
+        yield [rollout.take(part, len(rows), inner_epoch, together) for part in rows.split(plan.batch_size)]

@@ -10,7 +10,7 @@ from flow_grpo.algorithms import losses
 from flow_grpo.algorithms.advantages import bounded
 from flow_grpo.algorithms.flow_matching import velocity_error
 from flow_grpo.algorithms.rollout import StepRows
-from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep
+from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, velocity_slope
 from flow_grpo.settings.sections import Train
 
 
@@ -70,6 +70,39 @@ def rsm(step: SDEStep, rows: StepRows, advantages: Tensor, train: Train) -> Surr
     log_ratio = (step.log_prob - rows.log_probs) * unit
     loss = losses.rsm_loss(log_ratio, advantages, train.clip_range) / unit
     return Surrogate(loss, log_ratio)
+
+
+def fdfo(step: SDEStep, rows: StepRows, advantages: Tensor, train: Train) -> Surrogate:
+    """Velocities nearer to better images than their group, farther from worse ones (FDFO, arXiv:2603.12893)."""
+    assert rows.x_0 is not None, "its record asks for final images"
+    difference = losses.group_differences(rows.x_0, rows.group_size)
+    size = difference.square().flatten(1).mean(1).view_as(step.dt)
+    direction = difference / (size + 1e-6)
+    log_ratio = losses.fdfo_log_ratio(velocity_change(step, rows), direction)
+    return Surrogate(losses.fdfo_loss(log_ratio, advantages, train.clip_range), log_ratio)
+
+
+def endpoint(step: SDEStep, rows: StepRows, advantages: Tensor, train: Train) -> Surrogate:
+    """Regression on velocities that lead where images of the group get better (after arXiv:2610.12572)."""
+    assert rows.x_0 is not None, "its record asks for final images"
+    direction = losses.reward_covariance(rows.x_0, advantages, rows.group_size)
+    change = velocity_change(step, rows)
+    metrics = {"velocity_change": change.detach().square().flatten(1).mean(1).sqrt()}
+    if train.endpoint_space == "x_0":
+        sigma = rows.timesteps / 1000
+        change = sigma.view_as(step.dt) * change
+    loss = losses.endpoint_loss(change, direction, train.endpoint_magnitude)
+
+    # It clips nothing: no row lies beyond a trust region.
+    beyond = torch.zeros_like(loss, dtype=torch.bool)
+    return Surrogate(loss, beyond=beyond, metrics=metrics)
+
+
+def velocity_change(step: SDEStep, rows: StepRows) -> Tensor:
+    """Velocities under the present policy less those of the rollout, [R, ...], by the means of their steps; 0 to the
+    last bit where the policy has not changed."""
+    slope = velocity_slope(step, rows.timesteps / 1000)
+    return (step.prev_sample_mean - rows.means) / slope
 
 
 # Objectives of finished images on the forward process: (step, advantages, train). Each bounds its advantages [R].

@@ -82,6 +82,17 @@ def sde_step_with_logprob(
     return SDEStep(prev_sample, log_prob, transition.mean, transition.std_dev_t, transition.std, sigma_next - sigma)
 
 
+def velocity_slope(step: SDEStep, sigma: Tensor) -> Tensor:
+    """Derivative of a step's mean with respect to its velocity, [B, 1...] negative, for the types "sde" and "dance".
+
+    Args:
+        sigma: [B], before the step.
+    """
+    sigma = sigma.view_as(step.dt)
+    correction = step.std_dev_t**2 / (2 * sigma)
+    return (1 + correction * (1 - sigma)) * step.dt
+
+
 def _ode_step(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> SDEStep:
     """One of Euler, x + v dt."""
     dt = sigma_next - sigma

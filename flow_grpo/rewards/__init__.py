@@ -252,7 +252,7 @@ def load_differentiable(name: str, device: Any, options: Mapping[str, Any] | Non
         )
 
     def checked(images: Any, prompts: list[str], metadata: list[dict]) -> Any:
-        scores = score_pixels(images, prompts, metadata)
+        scores: Any = score_pixels(images, prompts, metadata)
         shape = tuple(getattr(scores, "shape", ()))
         if shape != (len(prompts),):
             raise UserError(f"score_pixels of reward {name!r} returned {shape} for {len(prompts)} images")

@@ -19,6 +19,7 @@ from flow_grpo.diffusers_patch.request import Request
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples, SamplingJob, post_decode, prepare_encode
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.run.run import Run
+from flow_grpo.settings.objectives import OBJECTIVES
 from flow_grpo.weights import fsdp_utils, policies
 
 # A window, or the steps at which branches leave; range(0) = no noise.
@@ -176,10 +177,13 @@ def _group_noise(run: Run, epoch: int, batch: Batch) -> Tensor:
 
 def to_rollout(run: Run, samples: Samples, batch: Batch) -> StoredSteps:
     """Record the noisy steps of a batch's images as the update needs them."""
-    return from_trace(
+    rollout = from_trace(
         samples.trace,
         run.embed(batch.prompts),
         list(batch.image_numbers),
         num_trained_steps=run.plan.num_trained_steps,
         step_weight=run.config.train.step_weight,
     )
+    if OBJECTIVES[run.config.train.objective].final_images:
+        rollout.x_0 = samples.latents
+    return rollout

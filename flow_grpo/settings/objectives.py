@@ -13,7 +13,7 @@ from flow_grpo.base.errors import UserError
 
 if TYPE_CHECKING:
     # sections.py offers these records as choices.
-    from flow_grpo.settings.sections import Config
+    from flow_grpo.settings.sections import Config, Sample
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Objective:
     check: "Callable[[Config], None] | None" = None  # of config; raises UserError for what it cannot be trained with
     old_policy: bool = True  # whether a loss of finished images reads the velocity of the policy that sampled
     whole_groups: bool = False  # whether a minibatch holds whole groups, each at one level
+    final_images: bool = False  # whether a loss of noisy steps also reads x_0 of the images that they led to
     caution: str = ""  # what a run says at its start, a sentence without its name
 
     @property
@@ -113,6 +114,31 @@ def needs_whole_groups(config: "Config") -> None:
     name = f"config.train.forward_objective {config.train.forward_objective!r}"
     if not config.train.shared_noise:
         raise UserError(f"{name} takes config.train.shared_noise True: it compares a group's errors at one noise")
+    _check_groups_of_a_batch(name, sample)
+
+
+def needs_endpoints(config: "Config") -> None:
+    """Raises UserError unless each forward holds whole groups of images, and steps tell the velocity."""
+    sample = config.sample
+    name = f"config.train.objective {config.train.objective!r}"
+    if sample.num_branches > 1:
+        raise UserError(f"{name} compares images of one prompt at all of their steps, not branches: use train_*.py")
+    if sample.sde_type not in ("sde", "dance"):
+        raise UserError(f"{name} takes config.sample.sde_type 'sde' or 'dance', which is {sample.sde_type!r}")
+    _check_groups_of_a_batch(name, sample)
+
+
+def needs_a_common_noise(config: "Config") -> None:
+    """Raises UserError unless the images of a group start from one noise, besides."""
+    if not config.sample.same_latent:
+        raise UserError(
+            f"config.train.objective {config.train.objective!r} takes config.sample.same_latent True: it compares "
+            "images that start from one noise"
+        )
+    needs_endpoints(config)
+
+
+def _check_groups_of_a_batch(name: str, sample: "Sample") -> None:
     if sample.batch_size % sample.num_images_per_prompt:
         raise UserError(
             f"{name} takes whole groups in a forward, but config.sample.batch_size {sample.batch_size} is no multiple "
@@ -133,6 +159,22 @@ OBJECTIVES = {
         "reward score matching (arXiv:2604.17415)",
         reads=("clip_range", "clip_std_exponent"),
         check=needs_gaussian,
+    ),
+    "fdfo": Objective(
+        SURROGATES + "fdfo",
+        "finite-difference flow optimisation (arXiv:2603.12893)",
+        reads=("clip_range",),
+        check=needs_a_common_noise,
+        whole_groups=True,
+        final_images=True,
+    ),
+    "endpoint": Objective(
+        SURROGATES + "endpoint",
+        "endpoint regression (after arXiv:2610.12572)",
+        reads=("endpoint_magnitude", "endpoint_space"),
+        check=needs_endpoints,
+        whole_groups=True,
+        final_images=True,
     ),
 }
 FORWARD_OBJECTIVES = {

@@ -203,6 +203,13 @@ class Train(Section):
     """Power of the step's standard deviation by which the log-ratio is multiplied before it is clipped; 0 = none, 2 =
     published."""
 
+    endpoint_magnitude: float = setting(0.1, min=TINY, max=1000, used_by=(GRPO,), read_in="add_gradients")
+    """How far an update moves velocities or final latents, in root mean squares of the direction of reward."""
+
+    endpoint_space: Literal["velocity", "x_0"] = setting("velocity", used_by=(GRPO,), read_in="add_gradients")
+    """Where train.endpoint_magnitude is measured: of the velocity at each step, or of the final latents that it leads
+    to, sigma times as far."""
+
     old_log_prob: Literal["rollout", "recompute"] = setting("rollout", used_by=RATIO)
     """Old log-prob of the ratio: the rollout's, or recomputed by one extra forward per row."""
 
