@@ -104,6 +104,54 @@ def test_an_evaluation_is_acted_upon_once_however_long_the_next_one_takes():
         assert bool(health.judge(epochs[: epoch.number + 1], LIMITS).alarms) == (epoch.number == 20)
 
 
+def watching(trained, watched, error=0.02):
+    """Epochs with evaluations of the average and of a watched reward, as their lines of metrics.jsonl say it."""
+    config = Config(reward_fn={"shapes_proxy": 1.0}, eval=Eval(rewards=("shapes",)))
+    epochs = []
+    for number, (average, score) in enumerate(zip(trained, watched)):
+        line = {"kind": "eval", "epoch": number, "eval/avg": average, "eval/shapes": score, "eval/std_error": error}
+        line |= {"eval/avg_std_error": error, "eval/shapes_std_error": error}
+        epochs.append(health.summarize([line, {"kind": "epoch", "epoch": number}], config))
+    return epochs
+
+
+@pytest.mark.parametrize(
+    ("trained", "watched", "alarm"),
+    [
+        ([0.5, 0.6, 0.7, 0.8], [0.6, 0.65, 0.6, 0.5], True),  # hacked: the fall is 0.15 / 0.028
+        ([0.5, 0.6, 0.7, 0.8], [0.6, 0.65, 0.7, 0.75], False),  # both rise
+        ([0.5, 0.6, 0.7, 0.8], [0.6, 0.65, 0.6, 0.6], False),  # a fall of 1.8 standard errors
+        ([0.5, 0.7, 0.72, 0.74], [0.6, 0.65, 0.6, 0.4], False),  # since the best, the trained one hardly rose
+        ([0.8, 0.8, 0.6, 0.5], [0.6, 0.65, 0.6, 0.4], False),  # both fall, which is no hacking
+        ([0.5], [0.6], False),
+    ],
+)
+def test_a_watched_reward_that_falls_while_the_trained_one_rises_raises_an_alarm(trained, watched, alarm):
+    limits = Health(eval_drop=0.0)
+    verdict = health.judge(watching(trained, watched), limits)
+    assert names_of(verdict.alarms) == (["watched_drop"] if alarm else [])
+    assert health.judge(watching(trained, watched), OFF).alarms == []
+    if alarm:
+        assert verdict.figures["watched_drop"] == pytest.approx(0.15 / math.hypot(0.02, 0.02))
+        for part in ("shapes", "from its best 0.65 after 1 epochs to 0.5", "0.6 to 0.8", "config.health.watched_drop"):
+            assert part in verdict.alarms[0].sentence
+
+
+def test_nothing_is_watched_where_every_evaluated_reward_is_trained_on_or_has_no_error():
+    line = {"kind": "eval", "epoch": 0, "eval/avg": 0.5, "eval/shapes": 0.5, "eval/avg_std_error": 0.1}
+    epoch = {"kind": "epoch", "epoch": 0}
+    trained_on = Config(eval=Eval(rewards=("shapes",)))
+    watched = Config(reward_fn={"shapes_proxy": 1.0}, eval=Eval(rewards=("shapes",)))
+    for config, error in ((trained_on, 0.1), (watched, math.nan), (watched, math.inf)):
+        epochs = [health.summarize([line | {"eval/shapes_std_error": error}, epoch], config)] * 2
+        assert health.watched_drop(epochs) is None
+
+
+def test_a_watched_fall_is_acted_upon_once():
+    epochs = watching([0.5, 0.6, 0.8], [0.6, 0.65, 0.4])
+    assert health.watched_drop([*epochs[:-1], epochs[-1]._replace(acted=True)]) is None
+
+
 def test_epochs_in_a_row_without_a_signal_are_counted():
     epochs = history(no_signal=[True, False, True, True, True, True])
     for end, count in enumerate([1, 0, 1, 2, 3, 4], start=1):

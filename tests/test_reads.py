@@ -123,7 +123,7 @@ def switched_off(config):
     """The settings that a run without evaluations, or without a window, does not read."""
     off = set()
     if not config.eval_freq:
-        off.add("health.eval_drop")
+        off |= {"health.eval_drop", "health.watched_drop"}
         off.update(key for key in table.BY_KEY if key.startswith("eval."))
     if not config.sample.sde_window_size:
         off.add("sample.sde_window_range")  # checks.check_window

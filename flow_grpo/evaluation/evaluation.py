@@ -150,9 +150,12 @@ def _variety(distances: variety.Distances, batches: list[_Batch], num_noises: in
     return estimates_of
 
 
-def means(scores: Scores, best_by: str) -> dict[str, float]:
-    """Return the mean of each score over prompts and noises, those that failed left out, the variety, and as std_error
-    the standard error of the mean of `best_by`, where there are several prompts."""
+def means(scores: Scores, best_by: str, watched: Sequence[str] = ()) -> dict[str, float]:
+    """Return the mean of each score over prompts and noises, those that failed left out, and the variety.
+
+    Where there are several prompts, also standard errors: of the mean of `best_by` as std_error, and of what is
+    compared where rewards are watched, the average and each of them, as NAME_std_error.
+    """
     figures = {}
     for name, values in scores.values.items():
         figures[name] = values.nanmean().item()
@@ -161,6 +164,11 @@ def means(scores: Scores, best_by: str) -> dict[str, float]:
     chosen = scores.values.get(best_by)
     if chosen is not None and chosen.shape[1] > 1:
         figures["std_error"] = estimates.mean(chosen).error
+    compared = ["avg", *watched] if watched else []
+    for name in compared:
+        values = scores.values[name]
+        if values.shape[1] > 1:
+            figures[f"{name}_std_error"] = estimates.mean(values).error
     return figures
 
 

@@ -39,6 +39,13 @@ class Sign(NamedTuple):
     sentence: str
 
 
+class Score(NamedTuple):
+    """Mean score of an evaluation."""
+
+    value: float
+    error: float  # its standard error
+
+
 class Epoch(NamedTuple):
     """Summary of one epoch's records; None where the algorithm does not log a figure."""
 
@@ -47,6 +54,8 @@ class Epoch(NamedTuple):
     no_signal: bool = False  # all groups score alike, or no update had a gradient
     evaluation: float | None = None  # of config.eval.best_by, before the epoch
     evaluation_error: float | None = None  # its standard error; None for a single prompt
+    # Of "avg" and the rewards that are evaluated and not trained on, in a run that has such.
+    scores: Mapping[str, Score] = MappingProxyType({})
     not_finite: Mapping[str, float] = MappingProxyType({})  # figures that are NaN or infinite
     acted: bool = False  # whether config.health.action was taken
 
@@ -98,9 +107,20 @@ def summarize(records: Sequence[dict], config: Config) -> Epoch:
         no_signal=has_no_gradient or teaches_nothing(epoch, config),
         evaluation=evaluation.get(chosen_by),
         evaluation_error=error if math.isfinite(error) else None,
+        scores=_scores_of(evaluation, ["avg", *config.watched_rewards]),
         not_finite=bad_figures,
         acted=bool(epoch.get("health/action_taken", 0.0)),
     )
+
+
+def _scores_of(evaluation: Mapping[str, float], names: Sequence[str]) -> dict[str, Score]:
+    """Return those scores of an evaluation whose mean and standard error are there and finite."""
+    scores = {}
+    for name in names:
+        score = Score(evaluation.get(f"eval/{name}", math.nan), evaluation.get(f"eval/{name}_std_error", math.nan))
+        if math.isfinite(score.value) and math.isfinite(score.error):
+            scores[name] = score
+    return scores
 
 
 def teaches_nothing(epoch: Mapping[str, float], config: Config) -> bool:
@@ -185,8 +205,7 @@ def eval_drop(epochs: Sequence[Epoch]) -> Sign | None:
     for epoch in epochs:
         if epoch.evaluation is not None and epoch.evaluation_error is not None and math.isfinite(epoch.evaluation):
             evaluations.append(Evaluation(epoch.number, epoch.evaluation, epoch.evaluation_error))
-    last_action = max((epoch.number for epoch in epochs if epoch.acted), default=-1)
-    if len(evaluations) < 2 or evaluations[-1].epoch <= last_action:
+    if len(evaluations) < 2 or evaluations[-1].epoch <= _last_action(epochs):
         return None
     best = max(evaluations, key=lambda evaluation: evaluation.value)
     last = evaluations[-1]
@@ -196,6 +215,45 @@ def eval_drop(epochs: Sequence[Epoch]) -> Sign | None:
         f"the evaluation has fallen to {last.value:.4g} from its best {best.value:.4g} after {best.epoch} "
         f"epochs, by {value:.3g} standard errors",
     )
+
+
+def watched_drop(epochs: Sequence[Epoch]) -> Sign | None:
+    """Return by how many standard errors a watched reward is below its best while the trained one has risen since then.
+
+    The smaller of the two, each in standard errors of the difference of two evaluations as if they were independent.
+    They are of the same prompts and noises, so that the true errors are smaller. Of several watched rewards the worst
+    counts. None if nothing is watched, or the last evaluation was already acted upon.
+    """
+    evaluated = [epoch for epoch in epochs if "avg" in epoch.scores]
+    if not evaluated or evaluated[-1].number <= _last_action(epochs):
+        return None
+    last = evaluated[-1]
+    trained = last.scores["avg"]
+    signs = []
+    for name in last.scores.keys() - {"avg"}:
+        score = last.scores[name]
+        best = max((epoch for epoch in evaluated if name in epoch.scores), key=lambda epoch: epoch.scores[name].value)
+        best_score = best.scores[name]
+        trained_then = best.scores["avg"]
+        fall = _rise_in_errors(score, best_score)
+        rise = _rise_in_errors(trained_then, trained)
+        sentence = (
+            f"{name}, which is watched and not trained on, has fallen from its best {best_score.value:.4g} after "
+            f"{best.number} epochs to {score.value:.4g}, by {fall:.3g} standard errors, while the trained reward rose "
+            f"from {trained_then.value:.4g} to {trained.value:.4g}, by {rise:.3g}: it may be hacked"
+        )
+        signs.append(Sign(max(min(fall, rise), 0.0), sentence))
+    return max(signs, key=lambda sign: sign.value, default=None)
+
+
+def _rise_in_errors(before: Score, after: Score) -> float:
+    """Return the rise from one score to another in standard errors of the difference."""
+    return (after.value - before.value) / max(math.hypot(before.error, after.error), 1e-30)
+
+
+def _last_action(epochs: Sequence[Epoch]) -> int:
+    """Return the number of the last epoch after which config.health.action was taken, -1 if there is none."""
+    return max((epoch.number for epoch in epochs if epoch.acted), default=-1)
 
 
 def epochs_without_signal(epochs: Sequence[Epoch]) -> Sign:
@@ -212,5 +270,6 @@ def epochs_without_signal(epochs: Sequence[Epoch]) -> Sign:
 SIGNS: dict[str, Callable[[Sequence[Epoch]], Sign | None]] = {
     "reward_drop": reward_drop,
     "eval_drop": eval_drop,
+    "watched_drop": watched_drop,
     "epochs_without_signal": epochs_without_signal,
 }

@@ -134,7 +134,7 @@ def before_and_after(run: run_history.RunHistory, prefix: str) -> list[tuple[str
     rows = []
     for key, value in last.items():
         name = key.removeprefix(prefix)
-        is_score = key.startswith(prefix) and key.count("/") == 1 and name != "std_error"
+        is_score = key.startswith(prefix) and key.count("/") == 1 and not name.endswith("std_error")
         if not is_score or rewards.display_name(name, run.config.reward_fn) != name:
             continue
         # Only the score that chooses has standard errors.

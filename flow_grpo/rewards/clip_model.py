@@ -43,7 +43,7 @@ def shared_model(key: tuple[str, ...], load: Callable[[], Model]) -> Model:
     A forward writes nothing into the model and the grad mode is each thread's own, so threads may call it at the same
     time.
     """
-    model = _loaded.get(key)
+    model: Any = _loaded.get(key)
     if model is None:
         model = load().requires_grad_(False).eval()
         _loaded[key] = model

@@ -4,6 +4,7 @@ A score is cosine(image, prompt), about 0.2 to 0.35. An oblong image is padded w
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def load_differentiable(
     return score_pixels
 
 
-def _load_model(device: torch.device | str, weights: str, architecture: str) -> tuple[nn.Module, Callable, Callable]:
+def _load_model(device: torch.device | str, weights: str, architecture: str) -> tuple[Any, Callable, Callable]:
     """Return the CLIP, what prepares a picture, and the tokenizer. Arguments and errors as of `load`."""
     open_clip = optional_package("hpsv2", "open_clip", INSTALL)
 
@@ -69,13 +70,13 @@ def _load_model(device: torch.device | str, weights: str, architecture: str) -> 
     return clip, prepare, open_clip.get_tokenizer(architecture)
 
 
-def _preprocessing(clip: nn.Module) -> tuple[tuple[int, int], tuple[float, ...], tuple[float, ...]]:
+def _preprocessing(clip: Any) -> tuple[tuple[int, int], tuple[float, ...], tuple[float, ...]]:
     """Return the height and width of the model's images, and mean and standard deviation of its three channels."""
     settings = clip.visual.preprocess_cfg
     return clip.visual.image_size, settings["mean"], settings["std"]
 
 
-def _cosines(clip: nn.Module, pixels: Tensor, tokens: Tensor) -> Tensor:
+def _cosines(clip: Any, pixels: Tensor, tokens: Tensor) -> Tensor:
     """Return the cosine of each image with its own prompt, [B], of pixels that are prepared for the model."""
     image_embeddings = clip.encode_image(pixels, normalize=True)
     text_embeddings = clip.encode_text(tokens, normalize=True)

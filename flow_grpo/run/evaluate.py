@@ -86,7 +86,7 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
         scores = evaluation.score(sampler_of(run), split, seeds, evaluation.NUM_SHOWN, saved)
     if saved:
         run.board.say(saved.problem)
-    means = evaluation.means(scores, settings.best_by)
+    means = evaluation.means(scores, settings.best_by, run.config.watched_rewards)
     metrics = _metrics_of(run, "eval", means)
     for name, share in run.pool.masked_shares(scores.values).items():
         metrics[f"eval/{name}_masked_share"] = share
@@ -201,7 +201,7 @@ def _other_scores(
     """Say how the scores that did not choose have moved from before training to the best policy."""
     parts = []
     for name, mean in best_means.items():
-        is_score = name != "std_error" and "/" not in name
+        is_score = not name.endswith("std_error") and "/" not in name
         is_other = rewards.display_name(name, weights) != rewards.display_name(chosen, weights)
         if is_score and is_other and name in first_means:
             parts.append(f"; {name} {first_means[name]:.4g} before, {mean:.4g} best")

@@ -377,6 +377,10 @@ class Health(Section):
     eval_drop: float = setting(3.0, unit="standard errors", min=0, resumable=True)
     """Largest fall of the evaluation below its best."""
 
+    watched_drop: float = setting(3.0, unit="standard errors", min=0, resumable=True)
+    """Largest fall of a reward of eval.rewards below its best evaluation, while the trained reward's evaluation has
+    risen by as much."""
+
     epochs_without_signal: int = setting(3, unit="epochs", min=0, resumable=True)
     """Most epochs in a row in which nothing could be learned."""
 
@@ -505,3 +509,8 @@ class Config(Section):
     def evaluates(self) -> bool:
         """Return whether the run ever evaluates images."""
         return bool(self.eval_freq and self.eval.num_prompts)
+
+    @property
+    def watched_rewards(self) -> list[str]:
+        """Return the rewards that evaluations measure beside those that are trained on."""
+        return [name for name in self.eval.rewards if name not in self.reward_fn]
