@@ -48,6 +48,9 @@ test-kernels: .venv/ready  ## the GPU's kernels in Triton's interpreter, on any 
 	$(VENV) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target .venv/triton triton==3.9.0
 	PYTHONPATH=.venv/triton:$(PYTHONPATH) TRITON_INTERPRET=1 $(TEST) tests/test_joint_attention.py $(ARGS)
 
+test-browser: .venv/ready  ## the report in a headless Chromium, which has to be in the PATH, at two widths
+	OMP_NUM_THREADS=1 $(TEST) -n 0 -rs tests/test_report.py -k browser $(ARGS)
+
 test-gpu: .venv/ready  ## what compares floats or takes a kernel, on a GPU; with its kernels: .venv/bin/pip install -e '.[flash4]'
 	$(VENV) -m pytest --gpu -p no:cacheprovider $(ON_GPU:%=tests/test_%.py) $(ARGS)
 

@@ -501,7 +501,9 @@ def over_seeds(table: Table, compared: list[Candidate]) -> str:
         if is_new and policies_to_compare.is_run(Path(candidate.name)):
             runs.append(run_history.read_run(Path(candidate.name), candidate.name))
     lines = []
-    for group in run_history.differing_in_seed(runs):
+    for group in run_history.grouped_by_seed(runs):
+        if len(group) == 1:
+            continue
         names = [run.label for run in group]
         means = torch.tensor([row_of[name].columns[table.by].mean for name in names], dtype=torch.float64)
         estimate = estimates.over_prompts(means)

@@ -121,8 +121,10 @@ def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without
     text = " ".join(page.texts("p"))
     assert METRICS["ratio_std"].expect in text
     assert "which is 3 (- - -)" in text, "the limit of health/reward_drop"
-    assert "Constant: grad_norm 0.5" in text
-    assert len(page.all("svg")) == len(titles) + 2  # the key's, of each run
+    assert "Constant, or logged once: grad_norm 0.5" in text
+    # Two keys, each with a line for a run, and the overview's curves, whose name is no metric's.
+    assert page.texts("h3")[0] == "shapes"
+    assert len(page.all("svg")) == len(titles) + 2 * 2 + 1
     assert [title for title in titles if title.startswith("steps/")] == ["steps/reward", "steps/mine"]
     assert "steps/mine over epochs" in page.text, "a fork's own, which has no number of a step"
     panel = page.text.partition("steps/reward over denoising steps")[2].partition("</svg>")[0]
@@ -132,9 +134,8 @@ def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without
     orange = [line for line in panel.split("<path ") if "stroke: #e07b28" in line]
     assert "stroke-dasharray" not in "".join(blue)
     assert "stroke-dasharray" in "".join(orange)
-    first, second = page.texts("span")
-    assert first.endswith("first")
-    assert second.endswith("second<b>")
+    for number, label in enumerate(["first", "second<b>"] * 2):
+        assert page.texts("span")[number].endswith(label)
 
 
 def test_the_slider_has_the_panels_of_all_evaluations_with_their_pixels(page):
@@ -159,20 +160,28 @@ slider.value = 0;
 slider.dispatchEvent(new Event("input"));
 const shown = [...document.querySelector(".run").querySelectorAll(".images")].map(part => part.offsetHeight > 0);
 const said = [shown, document.querySelector("output").textContent, root.scrollWidth <= innerWidth];
+document.querySelector("img").click();
+said.push(dialog.open, dialog.firstChild.src === document.querySelector("img").src);
+document.querySelector("img").click();
+said.push(dialog.open);
 document.body.textContent = JSON.stringify(said);
 </script></body>"""
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium in the PATH")
-def test_in_a_browser_the_slider_moves_and_nothing_is_wider_than_the_window(page, tmp_path):
+@pytest.mark.parametrize("width", [1300, 400])
+def test_in_a_browser_the_slider_moves_a_picture_opens_and_nothing_is_wider_than_the_window(width, page, tmp_path):
+    """Nor does anything stand on its console."""
     file = tmp_path / "moved.html"
     file.write_text(page.text.replace("</body>", TO_THE_LEFT))
     flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    flags += ["--enable-logging=stderr"]
     done = subprocess.run(
-        ["chromium", "--headless=new", "--window-size=500,900", *flags, file.as_uri()],
+        ["chromium", "--headless=new", f"--window-size={width},900", *flags, file.as_uri()],
         capture_output=True, text=True, timeout=100, check=True,
     )  # fmt: skip
-    assert '[[true,false,false],"after 0 epochs",true]' in done.stdout
+    assert '[[true,false,false],"after 0 epochs",true,true,true,false]' in done.stdout
+    assert "CONSOLE" not in done.stderr
 
 
 def test_tables_say_settings_and_alarms(page):
@@ -269,13 +278,44 @@ def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds_and_curve
         text = (folder / "metrics.jsonl").read_text()
         (folder / "metrics.jsonl").write_text(text.replace('"eval/avg": 0.8', f'"eval/avg": 0.{seed}'))
     report.main([*map(str, (tmp_path / "seed1", tmp_path / "seed2", runs[1])), "--out", str(tmp_path / "all.html")])
-    rows = Page(tmp_path / "all.html").rows
+    page = Page(tmp_path / "all.html")
+    rows = page.rows
+    labels = [text.split("\n")[-1].strip() for text in page.texts("span")]
+    assert labels == ["mean of seed1, seed2", "second<b>", "seed1", "seed2", "second<b>"]
     assert rows[4][:6] == ["mean of seed1, seed2", "", "", "shapes", "0 ± 0", "0.15 ± 0.05"]
     report.main([str(runs[0]), "--out", str(tmp_path / "reward.pdf")])
     assert (tmp_path / "reward.pdf").read_bytes().startswith(b"%PDF")
     for out in ([], ["--out", str(tmp_path / "reward.svg")]):
         with pytest.raises(UserError, match="several runs need a page, such as --out"):
             report.main([*map(str, runs), *out])
+
+
+def test_a_mean_of_curves_is_at_the_epochs_that_all_have_with_its_standard_error():
+    errors = np.full(3, np.nan)
+    first = plots.Line("a", np.array([0.0, 4, 8]), np.array([0.1, 0.2, 0.5]), errors)
+    second = plots.Line("b", np.array([0.0, 6, 8]), np.array([0.3, 0.9, 0.1]), errors)
+    mean = plots.mean_curve([first, second], "both")
+    assert mean.epochs.tolist() == [0, 8]
+    np.testing.assert_allclose(mean.values, [0.2, 0.3])
+    np.testing.assert_allclose(mean.errors, [0.1, 0.2])
+    assert plots.mean_curve([first, second._replace(epochs=second.epochs + 1)], "both") is None
+
+
+def test_the_page_of_one_run_begins_with_its_pictures_before_and_after_and_its_rewards(runs):
+    page = Page(runs[0] / "report.html")
+    order = [page.text.index(part) for part in ("Before and after", ">Rewards<", "<nav>")]
+    assert order[2] < order[0] < order[1]
+    history = run_history.read_run(runs[0], "first")
+    evaluated = report.moments(history)
+    pairs = report.before_and_after(evaluated)
+    assert [prompt for prompt, _, _ in pairs] == PROMPTS
+    for row, (_, before, after) in enumerate(pairs):
+        assert before == evaluated["after 0 epochs"][row]
+        assert after == evaluated["after 8 epochs"][row]
+    assert report.before_and_after({"after 0 epochs": evaluated["after 0 epochs"]}) == []
+    overview = report.overview([history])
+    assert [label for _, label in overview.key] == ["training", "evaluation", "test"]
+    assert [name for name, _ in overview.panels] == ["shapes"]
 
 
 def test_of_equal_evaluations_the_first_one_is_the_best_as_in_best(runs, tmp_path):

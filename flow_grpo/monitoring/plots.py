@@ -134,6 +134,20 @@ def curve(records: Sequence[dict], name: str, label: str, best_by: str) -> Line 
     return Line(label, epochs, values, errors)
 
 
+def mean_curve(lines: Sequence[Line], label: str) -> Line | None:
+    """Return the mean of curves with its standard error, at the epochs that all of them have; None if there is none."""
+    epochs = sorted(set.intersection(*(set(line.epochs) for line in lines)))
+    if not epochs:
+        return None
+    columns = []
+    for line in lines:
+        value_at = dict(zip(line.epochs, line.values))
+        columns.append([value_at[epoch] for epoch in epochs])
+    values = np.array(columns)
+    errors = values.std(axis=0, ddof=1) / math.sqrt(len(lines))
+    return Line(label, np.array(epochs), values.mean(axis=0), errors)
+
+
 def step_curve(records: Sequence[dict], figure: str, label: str) -> Line | None:
     """Return a figure over denoising steps, the mean of the last STEP_EPOCHS epochs that have it with its standard
     error; None if no epoch has it.
@@ -175,7 +189,7 @@ def _drawn(value: float) -> float:
 
 def plot_reward(records: Sequence[dict], config: Config, file: Path) -> bool:
     """Draw a PNG, SVG or PDF with a panel per reward over epochs; False, and no file, if there is no reward yet."""
-    names = _reward_names(records, config.reward_fn)
+    names = reward_names(records, config.reward_fn)
     if not names:
         return False
     columns = min(3, len(names))
@@ -187,8 +201,7 @@ def plot_reward(records: Sequence[dict], config: Config, file: Path) -> bool:
             # Left, bottom, width, height. A layout engine would take half the time.
             place = ((column + 0.16) / columns, (rows - row - 0.86) / rows, 0.81 / columns, 0.76 / rows)
             axes = figure.add_axes(place)
-            lines = [curve(records, f"{kind}/{name}", label, config.eval.best_by) for kind, label in KINDS.items()]
-            draw_lines(axes, lines)
+            draw_lines(axes, reward_curves(records, name, config.eval.best_by))
             axes.legend(frameon=False, fontsize=7, handlelength=3)
             # The axis' power of ten would stand in the title's way.
             axes.yaxis.get_offset_text().set(x=1, ha="right")
@@ -199,7 +212,12 @@ def plot_reward(records: Sequence[dict], config: Config, file: Path) -> bool:
     return True
 
 
-def _reward_names(records: Sequence[dict], weights: Mapping[str, float]) -> list[str]:
+def reward_curves(records: Sequence[dict], name: str, best_by: str) -> list[Line | None]:
+    """Return a reward in training, evaluations and tests, in the order of KINDS; `best_by` as in `curve`."""
+    return [curve(records, f"{kind}/{name}", label, best_by) for kind, label in KINDS.items()]
+
+
+def reward_names(records: Sequence[dict], weights: Mapping[str, float]) -> list[str]:
     """Return the names of the logged rewards, without spreads and without a weighted sum of one reward."""
     names = set()
     for key in set().union(*records):

@@ -14,7 +14,8 @@ import itertools
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -50,7 +51,14 @@ from PIL import Image
 from flow_grpo.base import folders
 from flow_grpo.base.metric_table import METRICS, NOT_DRAWN, Metric, explain
 from flow_grpo.monitoring import health, plots, sheets
-from flow_grpo.monitoring.run_history import RunHistory, changed_settings, read_run, summary
+from flow_grpo.monitoring.run_history import (
+    RunHistory,
+    changed_settings,
+    group_label,
+    grouped_by_seed,
+    read_run,
+    summary,
+)
 
 # Row of the table of metrics for a name that has none.
 UNKNOWN = Metric("logged by a script of your own", "", group="Without a row in the table of metrics")
@@ -71,12 +79,56 @@ class Panel(NamedTuple):
     axis: str = "epochs"
 
 
+class Overview(NamedTuple):
+    """Curves of the rewards, the first thing that a reader asks for."""
+
+    key: list[tuple[str, str]]  # a sample of each line, as <svg>, and its name
+    panels: list[tuple[str, str]]  # a reward and its curves, as <svg>
+
+
 class Picture(NamedTuple):
     """Picture of an evaluation."""
 
     address: str  # as in `data_address`
     prompt: str
     reward: str
+
+
+def overview(runs: Sequence[RunHistory]) -> Overview:
+    """Return every reward of a run in training, evaluations and tests, or the evaluations of several runs, where those
+    that differ in their seed alone are one line: their mean, with its standard error."""
+    lines_of: Callable[[str], list[plots.Line | None]]
+    if len(runs) == 1:
+        run = runs[0]
+        labels = list(plots.KINDS.values())
+        lines_of = partial(plots.reward_curves, run.records, best_by=run.config.eval.best_by)
+    else:
+        groups = grouped_by_seed(runs)
+        labels = [group_label(group) for group in groups]
+        lines_of = partial(_evaluations, groups)
+    drawn = []
+    for name in sorted(set().union(*(plots.reward_names(run.records, run.config.reward_fn) for run in runs))):
+        lines = lines_of(name)
+        if any(line is not None and len(line.epochs) > 1 for line in lines):
+            drawn.append((name, plots.svg_panel(lines)))
+    key = [(plots.svg_key(number), label) for number, label in enumerate(labels)]
+    return Overview(key, drawn)
+
+
+def _evaluations(groups: Sequence[Sequence[RunHistory]], name: str) -> list[plots.Line | None]:
+    """Return the evaluations of a reward, a line for each group of runs."""
+    lines = []
+    for group in groups:
+        of_group = []
+        for run in group:
+            line = plots.curve(run.records, f"eval/{name}", run.label, run.config.eval.best_by)
+            if line is not None:
+                of_group.append(line)
+        if len(of_group) > 1:
+            lines.append(plots.mean_curve(of_group, group_label(group)))
+        else:
+            lines.append(of_group[0] if of_group else None)
+    return lines
 
 
 def panels(runs: Sequence[RunHistory]) -> dict[str, list[Panel]]:
@@ -118,7 +170,7 @@ def described(runs: Sequence[RunHistory], name: str) -> Metric:
 
 
 def constants(runs: Sequence[RunHistory]) -> dict[str, float]:
-    """Return what was logged more than once and never changed, in any run."""
+    """Return what was logged once, or never changed, in all runs together."""
     values = defaultdict(list)
     for record in _records(runs):
         for name in record.keys() - {*plots.TEXTS, "epoch", "step"}:
@@ -126,7 +178,7 @@ def constants(runs: Sequence[RunHistory]) -> dict[str, float]:
                 values[name].append(record[name])
     unchanged = {}
     for name, column in sorted(values.items()):
-        if len(column) > 1 and len(set(column)) == 1:
+        if len(set(column)) == 1:
             unchanged[name] = column[0]
     return unchanged
 
@@ -185,6 +237,19 @@ def moments(run: RunHistory) -> dict[str, list[Picture]]:
     return evaluated
 
 
+def before_and_after(evaluated: dict[str, list[Picture]]) -> list[tuple[str, Picture, Picture]]:
+    """Return the pictures of a run's first and last evaluation, by the prompts that both drew; [] of a single one."""
+    titles = list(evaluated)
+    if len(titles) < 2:
+        return []
+    last_of = {picture.prompt: picture for picture in evaluated[titles[-1]]}
+    pairs = []
+    for picture in evaluated[titles[0]]:
+        if picture.prompt and picture.prompt in last_of:
+            pairs.append((picture.prompt, picture, last_of[picture.prompt]))
+    return pairs
+
+
 def side_by_side(
     pages: Sequence[tuple[RunHistory, dict[str, list[Picture]]]],
 ) -> dict[str, list[tuple[str, str, str]]]:
@@ -234,10 +299,12 @@ def page(runs: Sequence[RunHistory]) -> str:
         title=" · ".join(run.label for run in runs),
         summary=summary(runs),
         key=key,
+        overview=overview(runs),
         groups=panels(runs),
         alarms=sentences,
         constants=constants(runs),
         by_prompt=side_by_side(pages),
+        pairs=before_and_after(pages[0][1]) if len(runs) == 1 else [],
         runs=pages,
         newest_sheets=newest_sheets,
         settings=changed_settings(runs),

@@ -102,12 +102,13 @@ def _evaluations_since(folder: Path) -> int:
 def summary(runs: Sequence[RunHistory]) -> Table:
     """Return how far each run is and its scores, and the mean scores of runs that differ in their seed alone."""
     head = ["run", "epochs", "time", "score", "evaluation: before", "last", "best", "test: before", "last", "best"]
-    rows = [*map(_summary_row, runs), *map(_mean_row, differing_in_seed(runs))]
+    means = [_mean_row(group) for group in grouped_by_seed(runs) if len(group) > 1]
+    rows = [*map(_summary_row, runs), *means]
     return Table([*head, "epochs with an alarm"], rows)
 
 
-def differing_in_seed(runs: Sequence[RunHistory]) -> list[list[RunHistory]]:
-    """Return groups of two runs or more whose numbers follow from the same settings but for the seed."""
+def grouped_by_seed(runs: Sequence[RunHistory]) -> list[list[RunHistory]]:
+    """Return the runs in groups whose numbers follow from the same settings but for the seed."""
     groups = defaultdict(list)
     for run in runs:
         settings = []
@@ -115,7 +116,13 @@ def differing_in_seed(runs: Sequence[RunHistory]) -> list[list[RunHistory]]:
             if key not in (*NOT_SHOWN, "seed"):
                 settings.append((key, str(value)))
         groups[tuple(settings)].append(run)
-    return [group for group in groups.values() if len(group) > 1]
+    return list(groups.values())
+
+
+def group_label(runs: Sequence[RunHistory]) -> str:
+    """Return the name of a run, or of the mean of several."""
+    labels = ", ".join(run.label for run in runs)
+    return f"mean of {labels}" if len(runs) > 1 else labels
 
 
 def _summary_row(run: RunHistory) -> list[str]:
@@ -149,7 +156,7 @@ def _mean_row(runs: Sequence[RunHistory]) -> list[str]:
         mean = values.mean().item()
         error = values.std().item() / math.sqrt(len(runs))
         cells.append("" if math.isnan(mean) else with_error(mean, error))
-    return ["mean of " + ", ".join(run.label for run in runs), "", "", _score_name(runs[0]), *cells, ""]
+    return [group_label(runs), "", "", _score_name(runs[0]), *cells, ""]
 
 
 def _scores(run: RunHistory) -> Scores:
