@@ -78,11 +78,10 @@ class Job:
             words += ['reward_fn={"pickscore": 1.0}', f"reward.args={json.dumps(served_by(self.servers))}"]
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={len(gpus)}"]
         command = [*launch, "benchmarks/bench.py", *words]
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
         self.out = args.lines.with_name(f"{name}_{len(gpus)}.json")
         self.log = args.lines.with_name(f"{name}_{len(gpus)}.log")
         with self.out.open("w") as out, self.log.open("w") as log:
-            self.process = stack.enter_context(started(command, env=env, stdout=out, stderr=log))
+            self.process = stack.enter_context(started(command, env=environment(gpus), stdout=out, stderr=log))
 
     def is_running(self) -> bool:
         """Say whether the process has not ended; note how much of the host's memory it uses."""
@@ -102,6 +101,16 @@ class Job:
             line["reward_alone_s"] = seconds_to_score(int(line["images"]), self.servers)
             line["hidden_share"] = 1 - line["time/reward_s"] / line["reward_alone_s"]
         return line
+
+
+def environment(gpus: list[int]) -> dict[str, str]:
+    """Return the variables of a run on some of the host's GPUs."""
+    variables = dict(os.environ)
+    variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    # torchrun gives each of several ranks one thread of the CPU, but a single rank as many as the host has cores, which
+    # single runs side by side then fight for.
+    variables.setdefault("OMP_NUM_THREADS", "1")
+    return variables
 
 
 def bench_words(name: str, num_gpus: int, args: argparse.Namespace) -> list[str]:

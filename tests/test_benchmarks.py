@@ -176,6 +176,15 @@ def test_a_resumed_run_gets_the_seconds_that_its_checkpoint_leaves(tmp_path):
     assert hours() == pytest.approx(22 / 3600)
 
 
+def test_one_rank_has_no_more_threads_than_each_of_several(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    variables = scaling.environment([1, 3])
+    assert variables["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert variables["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert scaling.environment([0])["OMP_NUM_THREADS"] == "4", "what is set stays"
+
+
 def narrow_clip():
     """A scorer of the real class that costs little beside the processes of the test."""
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
