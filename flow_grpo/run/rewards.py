@@ -68,22 +68,26 @@ class Rewards(NamedTuple):
         return distributed.local_rows(values).view(self.shape).to(device)
 
 
-def submit(run: Run, samples: Samples, batch: Batch, groups: Tensor | None = None) -> Submitted:
+def submit(
+    run: Run, samples: Samples, batch: Batch, groups: Tensor | None = None, scores: Pending | None = None
+) -> Submitted:
     """Begin to score images [b, ..., 3, H, W]. The scores of a failed reward are NaN.
 
     Args:
         groups: [b, ...] int64, images of one group compete; None = those of a prompt.
+        scores: of the images, where they are scored already; None = by the pool.
     """
     if groups is None:
         groups = torch.tensor(batch.groups)
 
     # A row of the batch is one image, or all branches of a trunk.
-    images_per_row = groups[0].numel()
-    prompts = []
-    for prompt in batch.prompts:
-        prompts += [prompt] * images_per_row
-    with run.board.timed("reward"):
-        scores = run.pool.submit(samples.images.flatten(0, -4), prompts)
+    if scores is None:
+        images_per_row = groups[0].numel()
+        prompts = []
+        for prompt in batch.prompts:
+            prompts += [prompt] * images_per_row
+        with run.board.timed("reward"):
+            scores = run.pool.submit(samples.images.flatten(0, -4), prompts)
     latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
     # The epoch's first image is on the main rank, which draws the sheet.
     shown = []
