@@ -22,6 +22,7 @@ from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.sde_with_logprob import Schedule
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.kernels import compilation
 
 NUM_LEVELS = 1000  # of the forward process
 
@@ -78,6 +79,7 @@ class FlowModel(ABC):
         self.device = device
         self.transformer_config = transformer_config or pipeline.transformer.config
         self.network = Network(pipeline.transformer, self.forward)
+        self.detach_negative = False  # whether velocities have no gradient by their negative forward
 
     @classmethod
     def load(
@@ -324,12 +326,18 @@ class FlowModel(ABC):
     def velocity(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """Compute the guided velocity [B, ...] float32 at x [B, ...], t [B] in scheduler units (1000
         sigma): the policy itself."""
-        positive = self.network(x, t, condition, guidance_scale, size)
         if not self.is_guided(guidance_scale):
-            return positive
+            return self.network(x, t, condition, guidance_scale, size)
         if condition.negative is None:
             raise ValueError(f"guidance_scale is {guidance_scale}, but the condition was encoded with guided=False")
-        negative = self.network(x, t, condition.negative, guidance_scale, size)
+        if self.detach_negative and torch.is_grad_enabled():
+            # First, so that what it computes is freed before the positive forward keeps what its backward needs.
+            with compilation.training_graph(self.network):
+                negative = self.network(x, t, condition.negative, guidance_scale, size)
+            positive = self.network(x, t, condition, guidance_scale, size)
+        else:
+            positive = self.network(x, t, condition, guidance_scale, size)
+            negative = self.network(x, t, condition.negative, guidance_scale, size)
         return self.guide(positive, negative, guidance_scale)
 
     def through(self, blocks: torch.nn.ModuleList, x: Tensor, *block_inputs: Any) -> Tensor:
@@ -379,10 +387,19 @@ class FlowModel(ABC):
             rows = torch.arange(num_rows, device=latents.device).clamp(max=num_images - 1)
             latents = latents[rows]
         batches = [self.decode_batch(part, size).float() for part in latents.split(batch_size)]
-        images = torch.cat(batches)[:num_images]
-        return (images / 2 + 0.5).clamp(0, 1)
+        return _to_unit(torch.cat(batches)[:num_images])
+
+    def decode_with_gradients(self, latents: Tensor, size: Size) -> Tensor:
+        """Decode latents [B, ...], all together, to images [B, 3, H, W] float32 in [0, 1] that have gradients by
+        them."""
+        return _to_unit(self.decode_batch(latents, size).float())
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, batch_size: int = 8) -> Tensor:
         """Encode images [B, 3, H, W] in [0, 1] to their most likely latents [B, ...] float32, in batches."""
         return torch.cat([self.encode_batch(part * 2 - 1).float() for part in images.split(batch_size)])
+
+
+def _to_unit(images: Tensor) -> Tensor:
+    """Map images from [-1, 1] to [0, 1], and cut off what lies beyond."""
+    return (images / 2 + 0.5).clamp(0, 1)
