@@ -118,7 +118,8 @@ def _check_updates(config: Config, division: Division) -> None:
     rows = size * division.fewest_steps
     condition = ""
     if division.images_together > 1:
-        condition = f" of whole groups of {division.images_together}"
+        objective = config.train.forward_objective
+        condition = f" of whole groups of {division.images_together}, as forward_objective {objective!r} takes them,"
     elif _window_is_cut_off(config.sample):
         condition = " where the window is cut off"
     divisors = _divisors(rows // division.images_together)
@@ -184,6 +185,44 @@ def plan_pairs(config: Config, world_size: int) -> BatchPlan:
         num_branches=1,
         updates_per_epoch=updates,
     )
+
+
+def plan_whole_batches(config: Config, world_size: int) -> BatchPlan:
+    """Divide an epoch of images over the GPUs, for updates that draw whole batches of their own. Raises UserError, with
+    numbers that do, if it does not divide."""
+    sample = config.sample
+    train = config.train
+    num_images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
+    unit = sample.batch_size * world_size * train.updates_per_epoch
+    if num_images % unit:
+        per_rank = num_images // world_size if num_images % world_size == 0 else 0
+        batch_sizes = [size for size in _divisors(per_rank // train.updates_per_epoch) if size <= MAX_BATCH_SIZE]
+        if per_rank % train.updates_per_epoch:
+            batch_sizes = []
+        raise UserError(
+            f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {num_images} "
+            f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {gpus(world_size)} x "
+            f"train.updates_per_epoch {train.updates_per_epoch} x sample.batch_size {sample.batch_size} = {unit}; "
+            f"batch sizes that do: {batch_sizes or 'none'}"
+        )
+    return BatchPlan(
+        num_groups=sample.num_prompts_per_epoch,
+        group_size=sample.num_images_per_prompt,
+        batch_size=sample.batch_size,
+        batches_per_epoch=num_images // (sample.batch_size * world_size),
+        num_trained_steps=num_gradient_steps(train) + train.gradient_noisings,
+        num_branches=1,
+        updates_per_epoch=train.updates_per_epoch,
+    )
+
+
+def num_gradient_steps(train: Train) -> int:
+    """Velocities of a walk that the gradients of a reward go through."""
+    if train.gradient_path == "refl":
+        return 1
+    if train.gradient_path == "leap":
+        return 2
+    return train.gradient_steps
 
 
 def _divisors(number: int) -> list[int]:

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs
+from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs, plan_whole_batches
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.metric_table import names_score
@@ -267,3 +267,4 @@ def check_forward(sample: Sample) -> None:
 GRPO, PR = Script(table.GRPO, check_windowed_groups), Script(table.PR, check_branches)
 NFT, DISTILL = Script(table.NFT, check_forward), Script(table.DISTILL, check_window)
 DPO = Script(table.DPO, check_groups, plan_pairs, lambda config: not config.preferences.path or config.evaluates)
+REFL = Script(table.REFL, lambda sample: None, plan_whole_batches)

@@ -17,7 +17,7 @@ from flow_grpo.base.formatting import in_one_line, with_error
 from flow_grpo.checkpoints import best, exports
 from flow_grpo.monitoring import provenance, run_history
 from flow_grpo.settings import table
-from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, GRADIENT_PATHS, OBJECTIVES
 from flow_grpo.settings.sections import Config
 
 PICTURES = ("samples.png", "reward.png")
@@ -105,6 +105,8 @@ def algorithm(config: Config) -> str:
         return "Diffusion-DPO (arXiv:2311.12908)"
     if config.algorithm == table.DISTILL:
         return "on-policy distillation (arXiv:2306.13649)"
+    if config.algorithm == table.REFL:
+        return GRADIENT_PATHS[config.train.gradient_path].card
     name = config.train.objective
     loss = OBJECTIVES.get(name)
     if config.algorithm == table.NFT:

@@ -6,7 +6,7 @@ from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.settings import table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
-from flow_grpo.settings.sections import Config, Sample
+from flow_grpo.settings.sections import Config, Sample, Train
 
 
 class Forwards(NamedTuple):
@@ -95,6 +95,8 @@ def _of_start(config: Config, plan: BatchPlan) -> _Start:
         fast = _without_noise(sample.num_steps, sample.flash_ratio) if has_rollout else 0
         trained = 2 / plan.group_size if has_rollout else 2
         return _Start(exact=0, fast=fast, trained=trained)
+    if config.algorithm == table.REFL:
+        return _of_gradients(sample, config.train, plan)
     if config.algorithm == table.NFT:
         fast = _without_noise(sample.num_steps, sample.flash_ratio)
         fast += sample.scouts_per_image * _without_noise(sample.num_steps, sample.scout_ratio)
@@ -102,6 +104,14 @@ def _of_start(config: Config, plan: BatchPlan) -> _Start:
     if plan.num_branches > 1:
         return _of_trunk(sample, plan)
     return _of_windows(sample, plan)
+
+
+def _of_gradients(sample: Sample, train: Train, plan: BatchPlan) -> _Start:
+    """A walk, and a forward for each time that its image is noised anew; ReFL's ends at one of the last steps."""
+    walk = float(sample.num_steps)
+    if train.gradient_path == "refl":
+        walk -= (train.gradient_steps - 1) / 2
+    return _Start(exact=walk + train.gradient_noisings, fast=0, trained=plan.num_trained_steps)
 
 
 def _of_trunk(sample: Sample, plan: BatchPlan) -> _Start:

@@ -1,13 +1,14 @@
-"""Objectives: the table of losses that train.objective and train.forward_objective name, and what each of them needs.
+"""Objectives: the table of losses that train.objective and train.forward_objective name, and what each of them needs;
+and the paths of reward gradients that train.gradient_path names.
 
-To add one: a function in algorithms/surrogates.py, an entry here, and a config that names it. The command line reads
+To add a loss: a function in algorithms/surrogates.py, an entry here, and a config that names it. The command line reads
 this module before torch is imported.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flow_grpo.base.errors import UserError
 
@@ -37,6 +38,12 @@ class Objective:
             return self.loss
         module, _, name = self.loss.partition(":")
         return getattr(import_module(module), name)
+
+
+class GradientPath(NamedTuple):
+    """Way of a reward's gradient through the velocities of a walk; formulas in algorithms/reward_gradients.py."""
+
+    card: str  # the method and its paper
 
 
 def needs_gaussian(config: "Config") -> None:
@@ -213,4 +220,10 @@ FORWARD_OBJECTIVES = {
         check=needs_lagging_policy,
         whole_groups=True,
     ),
+}
+GRADIENT_PATHS = {
+    "refl": GradientPath("ReFL (arXiv:2304.05977)"),
+    "draft": GradientPath("DRaFT (arXiv:2309.17400)"),
+    "leap": GradientPath("LeapAlign (arXiv:2604.15311)"),
+    "sparse": GradientPath("FlowBP (arXiv:2606.11075)"),
 }

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
-from flow_grpo.settings.setting import DISTILL, DPO, GRPO, NFT, PR, Section, setting
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, GRADIENT_PATHS, OBJECTIVES
+from flow_grpo.settings.setting import DISTILL, DPO, GRPO, NFT, PR, REFL, Section, setting
 
 ONLINE = (GRPO, PR, NFT)  # with advantages of images just sampled
 RATIO = (GRPO, PR)  # with ratios of probabilities in the loss
 NOISY = (GRPO, PR, DISTILL)  # with noise in the rollout
+BATCHED = (GRPO, PR, NFT, DPO, DISTILL)  # with a rollout whose images take different numbers of forwards
 MAX_BATCH_SIZE = 4096  # rows of a forward
 TINY = 1e-6  # the least of a number above 0
 
@@ -144,21 +145,21 @@ class Sample(Section):
     """Noisy branches per step of a trunk, at least 2."""
 
     completion_batch_size: int = setting(
-        0, unit="rows", min=0, max=4096, when=(("preferences.path", ""),), resumable=True
+        0, unit="rows", min=0, max=4096, used_by=BATCHED, when=(("preferences.path", ""),), resumable=True
     )
     """Rows per forward without a log-prob, at most the images of an epoch; 0 = sample.batch_size."""
 
-    flash_ratio: float = setting(0.0, min=0, max=1)
+    flash_ratio: float = setting(0.0, min=0, max=1, used_by=BATCHED)
     """After the noise, compute only this fraction of the forwards; 0 = all of them."""
 
-    flash_solver: Literal["dpm", "extrapolate"] = setting("dpm", when=(("sample.flash_ratio",),))
+    flash_solver: Literal["dpm", "extrapolate"] = setting("dpm", used_by=BATCHED, when=(("sample.flash_ratio",),))
     """Solver of flash_ratio: dpm = DPM-Solver++ on a coarser grid; extrapolate = all steps, some without a forward."""
 
-    text_multiple: int = setting(0, unit="tokens", min=0, max=2048, resumable=True)
+    text_multiple: int = setting(0, unit="tokens", min=0, max=2048, used_by=BATCHED, resumable=True)
     """Pad text to a multiple of this where no log-prob is computed; 0 = text_tokens."""
 
     rollout_weights: Literal["exact", "merged", "merged_fp8", "fp8"] = setting(
-        "exact", when=(("lora.rank",), ("fsdp.mode", "replicate"))
+        "exact", used_by=BATCHED, when=(("lora.rank",), ("fsdp.mode", "replicate"))
     )
     """Weights of forwards without a log-prob: exact = the update's; merged = a copy with the adapter added, faster;
     merged_fp8 = a copy in fp8 whose products are fp8, other images; fp8 = no copy, but fp8 products of base_precision
@@ -190,7 +191,7 @@ class Train(Section):
     updates_per_epoch: int = setting(2, unit="updates", min=1, max=10**6)
     """Optimizer steps per epoch and inner epoch."""
 
-    inner_epochs: int = setting(1, min=1, max=1000)
+    inner_epochs: int = setting(1, min=1, max=1000, used_by=BATCHED)
     """Passes over one rollout, reshuffled."""
 
     objective: str = setting("clip", choices=OBJECTIVES, used_by=RATIO, read_in="add_gradients")
@@ -219,9 +220,10 @@ class Train(Section):
     kl_limit: float = setting(1e-5, unit="nat per latent element", min=0, used_by=RATIO, read_in="add_gradients")
     """KL of a step from the rollout's beyond which a row stops pushing further."""
 
-    parity_limit: float = setting(1.0, unit="clip ranges", min=0, used_by=RATIO, resumable=True)
+    parity_limit: float = setting(1.0, unit="clip ranges", min=0, used_by=(*RATIO, REFL), resumable=True)
     """End the run if log-ratios of an epoch's first update, which should be 0, are larger than this, on average larger
-    than a tenth of it, or clipped in more than a hundredth of it of all rows; 0 = no limit, as with clip_range 0."""
+    than a tenth of it, or clipped in more than a hundredth of it of all rows; 0 = no limit, as with clip_range 0. In
+    train_*_refl.py, if a velocity of an update differs from the rollout's by more than this many thousandths."""
 
     adv_clip_max: float = setting(5.0, min=TINY, used_by=ONLINE, read_in="add_gradients")
     """Largest size of an advantage."""
@@ -245,17 +247,18 @@ class Train(Section):
     )
     """Leave groups whose rewards are all alike out of the mean that is the loss."""
 
-    beta: float = setting(0.0, min=0, used_by=ONLINE, read_in="add_gradients")
-    """Weight of the KL to the reference policy; in train_*_nft.py, of the squared distance to it."""
+    beta: float = setting(0.0, min=0, used_by=(*ONLINE, REFL), read_in="add_gradients")
+    """Weight of the KL to the reference policy; in train_*_nft.py and train_*_refl.py, of the squared distance to
+    it."""
 
-    reference_interval: int = setting(0, unit="updates", min=0, used_by=(*ONLINE, DPO), when=(("train.beta",),))
+    reference_interval: int = setting(0, unit="updates", min=0, used_by=(*ONLINE, DPO, REFL), when=(("train.beta",),))
     """Let the policy become its own reference every N updates; 0 = never."""
 
     adaptive_beta: bool = setting(False, used_by=(NFT,), read_in="add_gradients", when=(("train.beta",),))
     """Pull images to the reference by beta times 2 (1 - r), where r in [0, 1] is DiffusionNFT's of the advantage: the
     worst most, the best not at all."""
 
-    reference_guidance_scale: float = setting(0.0, min=0, max=1000, used_by=ONLINE, when=(("train.beta",),))
+    reference_guidance_scale: float = setting(0.0, min=0, max=1000, used_by=(*ONLINE, REFL), when=(("train.beta",),))
     """Guidance scale of the first reference: above the policy's, the policy learns it; 0 = the policy's."""
 
     guidance_scale: float = setting(0.0, min=0, max=1000, used_by=ONLINE, when=(("train.old_log_prob", "recompute"),))
@@ -294,6 +297,54 @@ class Train(Section):
 
     dpo_beta: float = setting(1000.0, min=0, used_by=(DPO,), read_in="add_gradients")
     """How sharply a pair's difference of velocity errors decides."""
+
+    gradient_path: str = setting("refl", choices=GRADIENT_PATHS, used_by=(REFL,))
+    """Velocities that gradients of the reward go through, of one late step, of the last steps, of two leaps, or of some
+    steps at fixed states."""
+
+    gradient_steps: int = setting(
+        3,
+        unit="steps",
+        min=1,
+        max=1000,
+        used_by=(REFL,),
+        when=(("train.gradient_path", "refl", "draft", "sparse"),),
+    )
+    """refl = the last steps, of which each update draws one; draft = the last steps, all of them; sparse = how many are
+    drawn of all steps, late ones more often."""
+
+    gradient_noisings: int = setting(
+        0,
+        min=0,
+        max=100,
+        used_by=(REFL,),
+        when=(("train.gradient_path", "draft"), ("train.gradient_steps", 1)),
+    )
+    """How often an image is noised anew to the level of the last step, for further gradients through that step
+    (DRaFT-LV; published 2)."""
+
+    leap_discount: float = setting(
+        0.3, min=0, max=1, used_by=(REFL,), read_in="rollout", when=(("train.gradient_path", "leap"),)
+    )
+    """Share of the gradient through the second leap's velocity that goes on to the first leap."""
+
+    leap_tolerance: float = setting(
+        0.1, min=TINY, used_by=(REFL,), read_in="rollout", when=(("train.gradient_path", "leap"),)
+    )
+    """Distances of the leaps to the walk's own states, mean and absolute, count as at least this; an image's loss is
+    divided by their sum."""
+
+    sparse_rescale: float = setting(
+        0.0, min=0, max=1, used_by=(REFL,), read_in="rollout", when=(("train.gradient_path", "sparse"),)
+    )
+    """1 = the chosen steps' gradients are scaled up as if all of the walk were theirs; 0 = not; between, a part."""
+
+    reward_target: float = setting(0.0, used_by=(REFL,))
+    """Loss max(0, this - reward), so that rewards above it teach nothing more; it must lie above what most images
+    reach. 0 = none: the loss is -reward."""
+
+    detach_negative: bool = setting(False, used_by=(REFL,))
+    """Compute the negative forward of guided velocities without gradients: a third less time, another gradient."""
 
     teachers: tuple[str, ...] = setting((), used_by=(DISTILL,), when=(("lora.rank",),))
     """Folders of the LoRA adapters that are learned from, such as best/ of other runs."""
@@ -390,7 +441,7 @@ class Config(Section):
     """The run."""
 
     # A checkpoint without it may be resumed.
-    algorithm: Literal["grpo", "pr", "nft", "dpo", "distill"] = setting("grpo", resumable=True)
+    algorithm: Literal["grpo", "pr", "nft", "dpo", "distill", "refl"] = setting("grpo", resumable=True)
     """Script that the config is for; another one refuses it."""
 
     name: str = setting("base", resumable=True)

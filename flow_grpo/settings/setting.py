@@ -10,7 +10,8 @@ from ml_collections import ConfigDict
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 
-ALL = GRPO, PR, NFT, DPO, DISTILL = "grpo", "pr", "nft", "dpo", "distill"  # values of config.algorithm
+# values of config.algorithm
+ALL = GRPO, PR, NFT, DPO, DISTILL, REFL = "grpo", "pr", "nft", "dpo", "distill", "refl"
 LARGEST = 1e9  # that a number may be, where its entry says nothing else: float32 has room for its products
 
 

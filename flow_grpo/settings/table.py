@@ -16,10 +16,10 @@ from ml_collections import ConfigDict
 
 from flow_grpo.settings import sections
 from flow_grpo.settings.sections import MAX_BATCH_SIZE, Config
-from flow_grpo.settings.setting import ALL, DISTILL, DPO, GRPO, NFT, PR, FrozenDict, Section, Setting
+from flow_grpo.settings.setting import ALL, DISTILL, DPO, GRPO, NFT, PR, REFL, FrozenDict, Section, Setting
 
-__all__ = ["ALL", "DISTILL", "DPO", "GRPO", "MAX_BATCH_SIZE", "NFT", "PR"]
-SCRIPTS = {GRPO: "train_*.py"} | {name: f"train_*_{name}.py" for name in (PR, NFT, DPO, DISTILL)}
+__all__ = ["ALL", "DISTILL", "DPO", "GRPO", "MAX_BATCH_SIZE", "NFT", "PR", "REFL"]
+SCRIPTS = {GRPO: "train_*.py"} | {name: f"train_*_{name}.py" for name in (PR, NFT, DPO, DISTILL, REFL)}
 TOKEN_WAYS = "set REWARD_TOKEN in the environment, or name a file that holds the token by config.reward.token_file"
 
 
