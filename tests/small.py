@@ -15,10 +15,10 @@ import train_qwenimage
 import train_qwenimage_dpo
 import train_qwenimage_nft
 import train_qwenimage_pr
+import train_qwenimage_refl
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerBase
 
-from flow_grpo.algorithms import batch_plan
 from flow_grpo.base import rng
 from flow_grpo.base.metric_table import explain
 from flow_grpo.base.prompt import Prompt
@@ -29,9 +29,14 @@ from flow_grpo.monitoring.plots import TEXTS
 from flow_grpo.settings import config_files, table
 
 ROOT = Path(__file__).parents[1]
-SCRIPT_CHECKS = (checks.GRPO, checks.PR, checks.NFT, checks.DPO, checks.DISTILL)
+SCRIPT_CHECKS = (checks.GRPO, checks.PR, checks.NFT, checks.DPO, checks.DISTILL, checks.REFL)
 CHECKS = {check.algorithm: check for check in SCRIPT_CHECKS}
-SCRIPTS = {"pr": train_qwenimage_pr, "nft": train_qwenimage_nft, "dpo": train_qwenimage_dpo}  # by a name's last word
+SCRIPTS = {  # by a name's last word
+    "pr": train_qwenimage_pr,
+    "nft": train_qwenimage_nft,
+    "dpo": train_qwenimage_dpo,
+    "refl": train_qwenimage_refl,
+}
 SOURCES = sorted((ROOT / "dataset/edits/sources").glob("test_*.png"))
 MODELS = {name: model_classes.by_name(name) for name in registry.names()}
 ENV = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}  # no part in this process's run
@@ -59,14 +64,15 @@ def generators(count):
 
 def plan(config, world_size=1):
     """How the images or the pairs of a config divide over ranks."""
-    divide = batch_plan.plan_pairs if config.algorithm == table.DPO else batch_plan.plan_batches
-    return divide(table.typed(config), world_size)
+    divided = CHECKS[config.algorithm].plan(table.typed(config), world_size)
+    assert divided is not None
+    return divided
 
 
 def file_of(name):
     """The config file of a run."""
     kind = name.split(",")[0].split("_")[-1]
-    file = kind if kind in ("nft", "dpo") else "grpo"
+    file = kind if kind in ("nft", "dpo", "refl") else "grpo"
     return f"config/{file}.py"
 
 
@@ -120,8 +126,8 @@ def train(name, output_dir, **overrides):
 
 def command_of(name, output_dir, **overrides):
     """The command of a run like `train`'s, for a process of its own."""
-    script = name.split(",")[0].replace("shapes", "scripts/train") + ".py"
-    branches = dict(sample__num_branches=3) if "_pr" in name else {}
+    script = name.split(",")[0].replace("_proxy", "").replace("shapes", "scripts/train") + ".py"
+    branches = dict(sample__num_branches=3) if name.split(",")[0].endswith("_pr") else {}
     how = dict(output_dir=output_dir) | branches | few(overrides)
     command = [script, f"--config={file_of(name)}:{name},smoke"]
     for key, value in how.items():

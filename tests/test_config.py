@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from refused import refusal
 from small import CHECKS, ROOT, plan
 
-from config import dpo, grpo, nft
+from config import dpo, grpo, nft, refl
 from flow_grpo import rewards
 from flow_grpo.command_line import checks, command_line
 from flow_grpo.diffusers_patch.sampling_params import SDE_TYPES, SamplingParams
@@ -26,7 +26,7 @@ from flow_grpo.scoring.settings import RewardSettings, check_rewards
 from flow_grpo.settings import stored_config, table
 from flow_grpo.weights import policies
 
-FILES = {"grpo": grpo, "nft": nft, "dpo": dpo}
+FILES = {"grpo": grpo, "nft": nft, "dpo": dpo, "refl": refl}
 
 
 def test_every_entry_is_one_key_of_a_known_section_whose_default_it_allows():
@@ -52,6 +52,7 @@ A_RUN_OF = {  # each script
     table.NFT: "shapes_qwenimage_nft,smoke",
     table.DPO: "shapes_qwenimage_dpo,online,smoke",
     table.DISTILL: "shapes_qwenimage,distill,smoke",
+    table.REFL: "shapes_proxy_qwenimage_refl,smoke",
 }
 
 
@@ -91,6 +92,7 @@ VARIANTS = {
     "grpo": ("", ",smoke", *NOISY, ",mixgrpo,flash", ",fast,smoke", ",large_gpu,distill", *GPUS, *BASES),
     "nft": ("", ",smoke", ",flash", ",awm", ",awm,smoke", *FORWARD, *GPUS, *BASES),
     "dpo": ("", ",smoke", ",online", ",online,smoke"),
+    "refl": ("",),
 }
 WITHOUT_ADAPTER = ("shapes_qwenimage_nft", "edits_qwenimage_edit_nft")
 

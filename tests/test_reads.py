@@ -11,6 +11,7 @@ import train_qwenimage_distill
 import train_qwenimage_dpo
 import train_qwenimage_nft
 import train_qwenimage_pr
+import train_qwenimage_refl
 from reading import ROLES, recorded_reads
 from refused import assert_refused
 from small import config_of, train
@@ -23,8 +24,10 @@ from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 WINDOW = "shapes_qwenimage"
 BRANCHES = "shapes_qwenimage_pr"
 NFT = "shapes_qwenimage_nft"
+REFL = "shapes_proxy_qwenimage_refl"
 ONE = dict(num_epochs=1, eval_freq=0)
 TWO = dict(eval__save_images=1, num_epochs=2)  # with evaluations, so that there are alarms to judge
+BRIGHTNESS = dict(reward_fn__shapes_proxy=0.0, eval__rewards=())  # alone
 KL = dict(train__beta=0.1, train__old_log_prob="recompute")
 RUNS = {  # script -> its runs, which have all that it can do switched on between them
     table.GRPO: [
@@ -48,6 +51,10 @@ RUNS = {  # script -> its runs, which have all that it can do switched on betwee
         (f"{WINDOW},distill", TWO | dict(sample__flash_ratio=0.5)),
         (f"{WINDOW},distill", ONE | dict(sample__sde_window_size=2, sample__sde_window_range=(0, 3))),
     ],
+    table.REFL: [
+        (REFL, TWO | BRIGHTNESS | dict(train__beta=0.1)),
+        *((f"{REFL},{name}", ONE | BRIGHTNESS) for name in ("draft", "leap", "sparse")),
+    ],
 }
 SCRIPTS = {
     table.GRPO: train_qwenimage,
@@ -55,6 +62,7 @@ SCRIPTS = {
     table.NFT: train_qwenimage_nft,
     table.DPO: train_qwenimage_dpo,
     table.DISTILL: train_qwenimage_distill,
+    table.REFL: train_qwenimage_refl,
 }
 
 # What code that scripts share reads of settings that a script refuses: they are their defaults there, which are off.
@@ -78,11 +86,15 @@ AT_THEIR_DEFAULT = {
         "sample.baseline",
     }
     | {setting.key for setting in table.SETTINGS if setting.read_in == "advantages"},  # for the weights alone
+    table.REFL: FINGERPRINT
+    | {"sample.baseline", "train.reward_aggregation"}
+    | {"sample.text_multiple", "train.inner_epochs"},
 }
 # Read by name, from the config as it is stored, by nothing (the user's own), after more epochs than these, by a run
 # that goes on, after a signal, or by a dry run.
 NOT_SEEN = {"method", "custom", "health.reward_drop", "accept_changes", "signal_grace_s", "dry_run_format"}
-UNCONDITIONALLY = {"attention", "sample.flash_solver", "train.guidance_scale"}  # their defaults say that they are off
+# Their defaults say that they are off.
+UNCONDITIONALLY = {"attention", "sample.flash_solver", "train.guidance_scale", "train.gradient_noisings"}
 # Where the loss itself reads none.
 OF_STATISTICS = {name: {"train.clip_range"} for name in ("dppo", "elbo", "crd", "endpoint")}
 # What functions that one's own rollout or update calls too read: run.sampling and run.update. The window's range is

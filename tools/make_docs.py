@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT)]
 
 import noise_levels
 
-from config import dpo, grpo, nft
+from config import dpo, grpo, nft, refl
 from flow_grpo import rewards
 from flow_grpo.algorithms import batch_plan
 from flow_grpo.base import metric_table
@@ -29,7 +29,7 @@ from flow_grpo.settings import unknown_names
 from flow_grpo.settings.setting import Setting
 
 BLOCK = re.compile(r"(<!-- made: ([^>]+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
-CONFIGS = {"config/grpo.py": grpo, "config/nft.py": nft, "config/dpo.py": dpo}
+CONFIGS = {"config/grpo.py": grpo, "config/nft.py": nft, "config/dpo.py": dpo, "config/refl.py": refl}
 MAX_GPUS = 16
 
 

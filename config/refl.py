@@ -1,0 +1,104 @@
+"""Runs of train_*_refl.py: --config config/refl.py:NAME, with variants NAME,draft or NAME,smoke.
+
+A function here is an experiment and overrides defaults of docs/reference/settings.md. Override further on the
+command line, --config.seed=7.
+"""
+
+from ml_collections import ConfigDict
+
+from config import models, variants
+from flow_grpo.settings.config_files import select
+from flow_grpo.settings.table import REFL, default_config
+
+
+def shapes_proxy_qwenimage_refl() -> ConfigDict:
+    """ReFL of all weights of the shipped tiny model, by a small network that has learned to score shapes."""
+    config = deterministic(default_config())
+    config.reward_fn = {"shapes_proxy": 1.0}
+    config.eval.rewards = ("shapes",)
+    config.num_epochs = 28
+    config.eval_freq = 7
+    config.save_freq = 7
+    # All weights are trained, no adapter.
+    config.lora.rank = 0
+    config.sample.num_prompts_per_epoch = 72
+    config.sample.num_images_per_prompt = 2
+    config.sample.batch_size = 36
+    config.train.learning_rate = 3e-5
+    config.train.updates_per_epoch = 4
+    config.train.ema_decay = 0.95
+    config.train.ema_interval = 1
+    return config
+
+
+def pickscore_qwenimage_refl() -> ConfigDict:
+    """ReFL on Qwen-Image, 512 px, by PickScore: an adapter, 64 images an update."""
+    config = deterministic(models.qwenimage())
+    config.compile = True
+    config.num_epochs = 75
+    config.eval_freq = 15
+    config.save_freq = 15
+    # Decoder and reward keep their activations for as many images.
+    config.vae_batch_size = 2
+    config.sample.num_prompts_per_epoch = 128
+    config.sample.num_images_per_prompt = 2
+    config.sample.batch_size = 4
+    config.train.learning_rate = 1e-4
+    config.train.updates_per_epoch = 4
+    config.train.detach_negative = True
+    config.train.ema_decay = 0.95
+    config.train.ema_interval = 1
+    return config
+
+
+def deterministic(config: ConfigDict) -> ConfigDict:
+    """Set what every run shares: no step is noisy."""
+    config.algorithm = REFL
+    # Nothing reads it: there are no noisy steps.
+    config.sample.noise_level = default_config().sample.noise_level
+    return config
+
+
+def draft(config: ConfigDict) -> ConfigDict:
+    """DRaFT-LV (arXiv:2309.17400): through the last step, also of images that are noised anew."""
+    config.train.gradient_path = "draft"
+    config.train.gradient_steps = 1
+    config.train.gradient_noisings = 2
+    return config
+
+
+def leap(config: ConfigDict) -> ConfigDict:
+    """LeapAlign (arXiv:2604.15311): through two leaps over many steps."""
+    config.train.gradient_path = "leap"
+    return config
+
+
+def sparse(config: ConfigDict) -> ConfigDict:
+    """FlowBP (arXiv:2606.11075): through three steps, late ones more often, each at a fixed state."""
+    config.train.gradient_path = "sparse"
+    return config
+
+
+def smoke(config: ConfigDict) -> ConfigDict:
+    """The same algorithm in seconds: tiny model, two epochs, fewer steps."""
+    config = variants.smoke(config)
+    # `variants.smoke` shortens a window, which these runs have not, and knows no reward with a gradient.
+    config.sample.sde_window_range = default_config().sample.sde_window_range
+    config.reward_fn = {"shapes_proxy": 1.0}
+    return config
+
+
+RUNS = (
+    shapes_proxy_qwenimage_refl,
+    pickscore_qwenimage_refl,
+)
+VARIANTS = (
+    draft,
+    leap,
+    sparse,
+    smoke,
+)
+
+
+def get_config(name: str = "shapes_proxy_qwenimage_refl") -> ConfigDict:
+    return select(name, RUNS, VARIANTS, __file__)

@@ -1,0 +1,186 @@
+"""Rewards with gradients: an update's loss by its images, the check of what cannot have one, and parity of velocities.
+
+Decoder and rewards keep their activations for config.vae_batch_size images at a time, and the transformer none
+meanwhile: the gradient by the latents is all that is left of them when the transformer's forwards begin.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flow_grpo import rewards as reward_files
+from flow_grpo.algorithms.ratio_statistics import ParityError
+from flow_grpo.algorithms.reward_gradients import PathStep, reward_loss
+from flow_grpo.algorithms.rollout import TrainedRows
+from flow_grpo.base import distributed
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.prompt import Prompt, texts_of
+from flow_grpo.data.prompts import Batch
+from flow_grpo.diffusers_patch import model_classes
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.sample_with_logprob import Samples
+from flow_grpo.run import rewards, save
+from flow_grpo.run.run import Run
+from flow_grpo.scoring.settings import check_gradients, split_settings
+from flow_grpo.settings.sections import Config
+
+PARITY = "parity/velocity_abs_diff_max"
+# Unit of train.parity_limit for velocities, whose elements are about 1.
+PARITY_UNIT = 1e-3
+
+# (images [B, 3, H, W] in [0, 1], texts, metadata) -> [B] f32, with a graph back to the images.
+ScorePixels = Callable[[Tensor, list[str], list[dict]], Tensor]
+
+
+class LoadedReward(NamedTuple):
+    """Reward with a gradient."""
+
+    score_pixels: ScorePixels
+    device: torch.device
+    weight: float  # in the sum of all rewards
+
+
+Rewards = dict[str, LoadedReward]
+
+
+@dataclass(frozen=True)
+class DrawnImages:
+    """B images of one batch, and the states that gradients of their rewards go through. K steps of the path."""
+
+    batch: Batch
+    condition: Condition  # B rows
+    path: list[PathStep]  # K, from the last to the first
+    states: Tensor  # [K, B, ...] f32, of the walk at these steps
+    velocities: Tensor  # [K, B, ...] f32, the rollout's there
+    x_0: Tensor  # [B, ...] f32, what is decoded and scored
+    loss_weight: Tensor  # [B] f32
+    share: float  # of this record in the gradient of its batch: less than 1 where images are noised anew
+
+
+class Scored(NamedTuple):
+    """Scores of drawn images."""
+
+    gradient: Tensor  # [B, ...] f32, of the update's mean loss by x_0
+    submitted: rewards.Submitted  # for the epoch's metrics
+
+
+def check(config: Config) -> None:
+    """Raise UserError for rewards without a gradient, and for settings that would be ignored or cannot be met. Loads no
+    weight."""
+    check_gradients(config.reward_fn, config.reward)
+    train = config.train
+    if train.gradient_path != "leap" and train.gradient_steps > config.sample.num_steps:
+        raise UserError(
+            f"config.train.gradient_steps is {train.gradient_steps}, but config.sample.num_steps is "
+            f"{config.sample.num_steps}: there are no more steps than these"
+        )
+    family = model_classes.resolve(config.model, config.model_class)
+    if train.detach_negative and not family.is_guided(config.sample.guidance_scale):
+        raise UserError(
+            f"config.train.detach_negative is True, but with config.sample.guidance_scale "
+            f"{config.sample.guidance_scale} velocities have no negative forward"
+        )
+
+
+def load_rewards(run: Run) -> Rewards:
+    """Load the rewards that are trained on. Evaluations score by the pool's own copies."""
+    loaded = {}
+    for name, weight in run.config.reward_fn.items():
+        settings, options = split_settings(name, run.config.reward)
+        device = torch.device(settings.device or run.device)
+        score_pixels = reward_files.load_differentiable(name, device, options)
+        loaded[name] = LoadedReward(score_pixels, device, weight)
+    return loaded
+
+
+def images_per_update(run: Run) -> int:
+    """Return the number of images of an update, on each rank."""
+    return run.plan.batch_size * run.plan.batches_per_epoch // run.plan.updates_per_epoch
+
+
+def score(run: Run, loaded: Rewards, drawn: DrawnImages) -> Scored:
+    """Decode and score B images, and differentiate the loss by their latents, config.vae_batch_size images at a time.
+    Logs the losses."""
+    size = run.config.vae_batch_size
+    gradients = []
+    images = []
+    losses = []
+    scores: dict[str, list[Tensor]] = {name: [] for name in (*loaded, "avg")}
+    for start in range(0, len(drawn.x_0), size):
+        rows = slice(start, start + size)
+        latents = drawn.x_0[rows].detach().requires_grad_()
+        pixels = run.model.decode_with_gradients(latents, run.size)
+        of_rows = score_images(loaded, pixels, drawn.batch.prompts[rows])
+        loss = drawn.loss_weight[rows] * reward_loss(of_rows["avg"], run.config.train.reward_target)
+
+        # The graph of these images ends here.
+        gradients += torch.autograd.grad(drawn.share * loss.sum() / images_per_update(run), latents)
+        images.append(pixels.detach())
+        losses.append(loss.detach())
+        for name, values in of_rows.items():
+            scores[name].append(values.detach())
+    gradient = torch.cat(gradients)
+    _record(run, drawn, torch.cat(losses), gradient)
+
+    def on_cpu() -> dict[str, Tensor]:
+        # Asked for at the end of the epoch: nothing waits for the device before.
+        return {name: torch.cat(parts).cpu() for name, parts in scores.items()}
+
+    samples = Samples(torch.cat(images), drawn.x_0, trace=[])
+    return Scored(gradient, rewards.submit(run, samples, drawn.batch, scores=on_cpu))
+
+
+def score_images(loaded: Rewards, images: Tensor, prompts: list[Prompt]) -> dict[str, Tensor]:
+    """Score images [B, 3, H, W] in [0, 1] by each reward, and by their weighted sum, "avg"; [B] each, with a graph."""
+    texts = texts_of(prompts)
+    metadata = [prompt.metadata for prompt in prompts]
+    scores = {}
+    total = images.new_zeros(len(images))
+    for name, reward in loaded.items():
+        values = reward.score_pixels(images.to(reward.device), texts, metadata)
+        scores[name] = values.to(images.device)
+        total = total + reward.weight * scores[name]
+    scores["avg"] = total
+    return scores
+
+
+def _record(run: Run, drawn: DrawnImages, loss: Tensor, gradient: Tensor) -> None:
+    """Log the losses [B] of images and the size of their gradients [B, ...]; keep what names an image whose loss is not
+    finite."""
+    size = gradient.square().flatten(1).mean(1).sqrt() * images_per_update(run)
+    run.meter.add(policy_loss=loss, image_gradient=size)
+    if run.config.train.reward_target:
+        run.meter.add(target_reached_share=loss == 0)
+    last_step = torch.full((len(loss),), drawn.path[0].step)
+    row_ids = torch.stack([torch.tensor(drawn.batch.image_numbers), last_step], 1)
+    run.trained_rows.append(TrainedRows(loss, row_ids))
+
+
+@torch.no_grad()
+def record_parity(run: Run, velocity: Tensor, stored: Tensor) -> None:
+    """Log how far velocities [B, ...] are from those that the rollout computed at the same states and weights."""
+    run.meter.add_max(**{PARITY: (velocity - stored).abs()})
+
+
+def check_parity(run: Run) -> None:
+    """Raise ParityError, on all ranks alike, if an update's velocities are further from the rollout's than
+    train.parity_limit. Call it before `optimizer_step`. What is saved is saved first, where no weight has moved."""
+    largest = run.meter.maxima.get(PARITY)
+    limit = run.config.train.parity_limit * PARITY_UNIT
+    if largest is None or not limit:
+        return
+    _, gap = distributed.over_ranks(torch.zeros_like(largest)[None], largest[None])
+
+    # A NaN exceeds no limit here: the error about its loss or gradient names its image.
+    if not gap.item() > limit:
+        return
+    if run.epoch > run.saved_epoch and run.step == run.first_step:
+        save.save(run)
+    raise ParityError(
+        f"epoch {run.epoch + 1}: velocities of the update differ from the rollout's at the same states by up to "
+        f"{gap.item():.3g} (limit {limit:g}, train.parity_limit in thousandths); docs/design/parity.md has the ways "
+        f"out. This was found in update {run.step + 1}{save.state_after_failure(run)}"
+    )

@@ -1,0 +1,208 @@
+"""Direct reward gradients on Qwen-Image: draw images, and move the policy up the gradient of their rewards.
+
+    torchrun --nproc_per_node=8 scripts/train_qwenimage_refl.py --config config/refl.py:pickscore_qwenimage_refl
+
+Papers, by train.gradient_path: ReFL (arXiv:2304.05977), DRaFT (arXiv:2309.17400), LeapAlign (arXiv:2604.15311) and
+FlowBP (arXiv:2606.11075). The reward must be differentiable by the image: a network that this process computes. There
+are no groups, no advantages and no noise: every image has a gradient of its own. Without arguments it trains the
+shipped tiny model.
+"""
+
+from flow_grpo.command_line import checks, command_line
+
+config = None
+if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
+    config = command_line.parse("config/refl.py:shapes_proxy_qwenimage_refl", checks.REFL)
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from ml_collections import ConfigDict
+from torch import Tensor
+from train_qwenimage_nft import reference_distance
+
+from flow_grpo.algorithms.flow_matching import noised
+from flow_grpo.algorithms.reward_gradients import PathStep, backpropagate, choose_steps, leap_weights, path_of
+from flow_grpo.base import rng
+from flow_grpo.data.prompts import PlannedBatch
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
+from flow_grpo.run import reward_gradients, rewards
+from flow_grpo.run.evaluate import evaluate
+from flow_grpo.run.loop import finish, is_due, log_epoch
+from flow_grpo.run.reward_gradients import DrawnImages
+from flow_grpo.run.run import Run
+from flow_grpo.run.sampling import batches
+from flow_grpo.run.save import save
+from flow_grpo.run.startup import start
+from flow_grpo.run.update import optimizer_step
+from flow_grpo.settings import declared
+
+
+def choose_path(run: Run, epoch: int, update: int, batch: PlannedBatch) -> list[PathStep]:
+    """Draw the steps that gradients of a batch go through: the same on any number of GPUs."""
+    train = run.config.train
+    # ReFL's walk ends at its step. Sharded weights take equally many forwards on all ranks, so an update has one step.
+    number = update if train.gradient_path == "refl" else batch.image_numbers[0] // run.plan.batch_size
+    generator = rng.generator(run.config.seed, "gradient steps", epoch, number)
+    steps = choose_steps(train, run.config.sample.num_steps, generator)
+    return path_of(train, steps, run.scheduler.sigmas.tolist())
+
+
+@torch.no_grad()
+def velocity_at(run: Run, step: int, x: Tensor, condition: Condition) -> Tensor:
+    """Velocity [B, ...] of the policy at a step, without gradients, with the bits of the update's."""
+    with run.exact():
+        return run.velocity(x, timesteps_of(run, step, len(x)), condition).detach()
+
+
+def timesteps_of(run: Run, step: int, num_rows: int) -> Tensor:
+    """Timesteps [B] of a step."""
+    return run.scheduler.timesteps[step].repeat(num_rows)
+
+
+@declared.ours("rollout")
+def rollout(run: Run, epoch: int, update: int, batch: PlannedBatch) -> DrawnImages:
+    """Draw a batch of images by the ODE with the present policy, and keep the states that gradients will go through."""
+    train = run.config.train
+    path = choose_path(run, epoch, update, batch)
+    steps = [step.step for step in path]
+    # ReFL goes from its step to the image at once.
+    num_steps = steps[0] + 1 if train.gradient_path == "refl" else run.config.sample.num_steps
+
+    generators = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.image_numbers]
+    condition = run.embed(batch.prompts)
+    x = run.model.noise(run.size, generators)
+    states = {}
+    velocities = {}
+    for step in range(num_steps):
+        velocity = velocity_at(run, step, x, condition)
+        if step in steps:
+            states[step] = x
+            velocities[step] = velocity
+        timesteps = timesteps_of(run, step, len(x))
+        x = sde_step_with_logprob(run.scheduler, velocity, timesteps, x, noise_level=0.0).prev_sample
+    if train.gradient_path == "refl":
+        x = states[steps[0]] + path[0].weight * velocities[steps[0]]
+
+    # Gradients meet the steps from the last to the first.
+    states = torch.stack([states[step] for step in steps])
+    velocities = torch.stack([velocities[step] for step in steps])
+    share = 1 / (1 + train.gradient_noisings)
+    loss_weight = torch.ones(len(x), device=run.device)
+    if train.gradient_path == "leap":
+        loss_weight = leap_weights(path, states, velocities, x, train.leap_tolerance)
+        run.meter.add(leap_weight=loss_weight)
+    return DrawnImages(batch, condition, path, states, velocities, x, loss_weight, share)
+
+
+def noised_anew(run: Run, epoch: int, drawn: DrawnImages) -> Iterator[DrawnImages]:
+    """Yield the batch with each image noised anew to the level of the last step, train.gradient_noisings times, and
+    denoised from there at once (DRaFT-LV, arXiv:2309.17400)."""
+    step = run.config.sample.num_steps - 1
+    path = [PathStep(step, -run.scheduler.sigmas[step].item())]
+    for number in range(run.config.train.gradient_noisings):
+        generators = []
+        for image in drawn.batch.image_numbers:
+            generators.append(rng.generator(run.config.seed, "forward noise", epoch, number, image))
+        noise = rng.normal(drawn.x_0.shape[1:], generators, run.device)
+        x = noised(drawn.x_0, noise, timesteps_of(run, step, len(noise)))
+        velocity = velocity_at(run, step, x, drawn.condition)
+        yield replace(
+            drawn,
+            path=path,
+            states=x[None],
+            velocities=velocity[None],
+            x_0=x + path[0].weight * velocity,
+        )
+
+
+@declared.ours("add_gradients")
+def add_gradients(run: Run, drawn: DrawnImages, gradient: Tensor) -> None:
+    """Send the gradient by the images [B, ...] back through the path's velocities, to the weights; and add the gradient
+    of the distance to the reference's velocities at the same states."""
+    beta = run.config.train.beta
+    # Means over the images of an update, and over the steps of the path.
+    num_velocities = reward_gradients.images_per_update(run) * len(drawn.path)
+
+    def recompute(place: int, state: Tensor) -> tuple[Tensor, Tensor | float]:
+        timesteps = timesteps_of(run, drawn.path[place].step, len(state))
+        reference = reference_velocity(run, state, timesteps, drawn.condition)
+        velocity = run.velocity(state, timesteps, drawn.condition)
+        reward_gradients.record_parity(run, velocity, drawn.velocities[place])
+        if reference is None:
+            return velocity, 0.0
+        distance = reference_distance(run.meter, velocity, reference)
+        return velocity, drawn.share * beta * distance.sum() / num_velocities
+
+    backpropagate(drawn.path, drawn.states, gradient, recompute)
+
+
+@torch.no_grad()
+def reference_velocity(run: Run, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor | None:
+    """Velocity [B, ...] of the reference; None where train.beta is 0.
+
+    Call it before the policy's forward: it swaps weights in place, which that forward's graph would not survive.
+    """
+    if run.reference is None:
+        return None
+    scale = run.reference.guidance(run.config.sample.guidance_scale)
+    with run.reference.applied():
+        return run.velocity(x, timesteps, condition, scale)
+
+
+def batches_of_updates(run: Run, epoch: int) -> Iterator[list[PlannedBatch]]:
+    """Yield this rank's batches of each update of an epoch."""
+    per_update = run.plan.batches_per_epoch // run.plan.updates_per_epoch
+    of_update = []
+    for batch in batches(run, epoch):
+        of_update.append(batch)
+        if len(of_update) == per_update:
+            yield of_update
+            of_update = []
+
+
+def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, script=checks.REFL) -> None:
+    """Train; a fork passes functions of its own."""
+    reward_gradients.check(checks.check(config, script))
+    declared.check(config, rollout=rollout, add_gradients=add_gradients)
+    run = start(config, script)
+    loaded = reward_gradients.load_rewards(run)
+    run.model.detach_negative = run.config.train.detach_negative
+    for epoch in range(run.epoch, run.config.num_epochs):
+        # Every config.eval_freq epochs, score the averaged weights on the prompts that choose best/.
+        evaluate(run, epoch)
+
+        submitted = []
+        for update, of_update in enumerate(batches_of_updates(run, epoch)):
+            for batch in of_update:
+                # Images of the present policy, their rewards, and the gradients of these by the images' latents.
+                with run.board.timed("rollout"):
+                    drawn = rollout(run, epoch, update, batch)
+                with run.board.timed("reward"):
+                    scored = reward_gradients.score(run, loaded, drawn)
+                submitted.append(scored.submitted)
+
+                # From the latents back to the weights.
+                with run.board.timed("update"):
+                    add_gradients(run, drawn, scored.gradient)
+                    for again in noised_anew(run, epoch, drawn):
+                        add_gradients(run, again, reward_gradients.score(run, loaded, again).gradient)
+            with run.board.timed("update"):
+                reward_gradients.check_parity(run)
+                optimizer_step(run)
+        rewards.wait(run, epoch, submitted)
+
+        # The epoch counts as completed from here on. config.health may have lowered the learning rate, or have gone
+        # back to the best weights.
+        log_epoch(run, epoch)
+        if is_due(run.config.save_freq, run.epoch):
+            save(run)
+        if run.stopped:
+            break
+    finish(run)
+
+
+if config is not None:
+    command_line.run(main, config)
