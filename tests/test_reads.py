@@ -26,8 +26,9 @@ BRANCHES = "shapes_qwenimage_pr"
 NFT = "shapes_qwenimage_nft"
 REFL = "shapes_proxy_qwenimage_refl"
 ONE = dict(num_epochs=1, eval_freq=0)
-TWO = dict(eval__save_images=1, num_epochs=2)  # with evaluations, so that there are alarms to judge
-BRIGHTNESS = dict(reward_fn__shapes_proxy=0.0, eval__rewards=())  # alone
+# With evaluations, so that there are alarms to judge.
+TWO = dict(eval__save_images=1, eval__rewards=("jpeg_compressibility",), num_epochs=2)
+BRIGHTNESS = dict(reward_fn__shapes_proxy=0.0)  # alone
 KL = dict(train__beta=0.1, train__old_log_prob="recompute")
 RUNS = {  # script -> its runs, which have all that it can do switched on between them
     table.GRPO: [
@@ -52,7 +53,7 @@ RUNS = {  # script -> its runs, which have all that it can do switched on betwee
         (f"{WINDOW},distill", ONE | dict(sample__sde_window_size=2, sample__sde_window_range=(0, 3))),
     ],
     table.REFL: [
-        (REFL, TWO | BRIGHTNESS | dict(train__beta=0.1)),
+        (REFL, BRIGHTNESS | TWO | dict(train__beta=0.1)),
         *((f"{REFL},{name}", ONE | BRIGHTNESS) for name in ("draft", "leap", "sparse")),
     ],
 }
