@@ -42,6 +42,16 @@ def shapes_qwenimage_pr() -> ConfigDict:
     return config
 
 
+def shapes_proxy_qwenimage() -> ConfigDict:
+    """Flow-GRPO on a learned reward that can be hacked; evaluations also show the rule that it guesses."""
+    return models.on_proxy(shapes_qwenimage())
+
+
+def shapes_proxy_qwenimage_pr() -> ConfigDict:
+    """Per-step branch exploration on a learned reward that can be hacked."""
+    return models.on_proxy(shapes_qwenimage_pr())
+
+
 def pickscore_qwenimage() -> ConfigDict:
     """Flow-GRPO on Qwen-Image, 512 px, published hyperparameters; any number of GPUs that divides 64 batches."""
     return models.compiled(models.qwenimage())
@@ -337,6 +347,8 @@ def distill(config: ConfigDict) -> ConfigDict:
 RUNS = (
     shapes_qwenimage,
     shapes_qwenimage_pr,
+    shapes_proxy_qwenimage,
+    shapes_proxy_qwenimage_pr,
     pickscore_qwenimage,
     pickscore_qwenimage_pr,
     pickscore_qwenimage_2512,

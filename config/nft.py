@@ -37,6 +37,11 @@ def shapes_qwenimage_nft() -> ConfigDict:
     return config
 
 
+def shapes_proxy_qwenimage_nft() -> ConfigDict:
+    """DiffusionNFT on a learned reward that can be hacked; evaluations also show the rule that it guesses."""
+    return models.on_proxy(shapes_qwenimage_nft())
+
+
 def pickscore_qwenimage_nft() -> ConfigDict:
     """DiffusionNFT on Qwen-Image, 512 px, without guidance. Three of nine noise levels teach as much as all of them."""
     config = forward(models.compiled(models.qwenimage()))
@@ -195,6 +200,7 @@ def eight_bit_base(config: ConfigDict) -> ConfigDict:
 
 RUNS = (
     shapes_qwenimage_nft,
+    shapes_proxy_qwenimage_nft,
     pickscore_qwenimage_nft,
     pickscore_qwenimage_2512_nft,
     pickscore_sd3_nft,

@@ -17,15 +17,15 @@ from flow_grpo.settings.table import default_config
 class Task(NamedTuple):
     """Task that a shipped model has learned."""
 
-    reward: str
+    rewards: tuple[str, ...]  # that score its prompts, the rule first
     dataset: str
     text_tokens: int
 
 
 # By the model's folder. The other tiny models have learned nothing.
 TASKS = {
-    registry.tiny_folder("qwenimage"): Task("shapes", "dataset/shapes", default_config().text_tokens),
-    registry.tiny_folder("qwenimage_edit"): Task("edits", "dataset/edits", 25),
+    registry.tiny_folder("qwenimage"): Task(("shapes", "shapes_proxy"), "dataset/shapes", default_config().text_tokens),
+    registry.tiny_folder("qwenimage_edit"): Task(("edits",), "dataset/edits", 25),
 }
 
 
@@ -98,19 +98,21 @@ def _replace_model(config: ConfigDict) -> None:
 def _replace_task(config: ConfigDict) -> None:
     """Put a data set and rewards that are shipped in the place of those that are not on this machine."""
     tiny = default_config()
-    task = TASKS.get(config.model, Task("", tiny.dataset, tiny.text_tokens))
+    task = TASKS.get(config.model, Task((), tiny.dataset, tiny.text_tokens))
     if not Path(locations.resolve(config.dataset)).is_dir():
         config.dataset = task.dataset
         config.text_tokens = task.text_tokens
     # The reward of a task refuses the prompts of another one.
-    learned = task.reward if config.dataset == task.dataset else ""
-    other_tasks = {other.reward for other in TASKS.values()} - {learned}
+    learned = task.rewards if config.dataset == task.dataset else ()
+    other_tasks = set()
+    for other in TASKS.values():
+        other_tasks.update(set(other.rewards) - set(learned))
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if is_here(name)}
     if not config.reward_fn or not other_tasks.isdisjoint(config.reward_fn):
-        config.reward_fn = {learned or "jpeg_compressibility": 1.0}
+        config.reward_fn = {learned[0] if learned else "jpeg_compressibility": 1.0}
 
 
 def is_here(reward: str) -> bool:
     """Return whether a reward needs neither weights from the hub nor a server; one of the user's own is taken to."""
     is_ours = (locations.PACKAGE / "rewards" / f"{reward}.py").exists()
-    return not is_ours or reward in ("shapes", "edits", "ocr", "jpeg_compressibility")
+    return not is_ours or reward in ("shapes", "shapes_proxy", "edits", "ocr", "jpeg_compressibility")

@@ -94,7 +94,7 @@ VARIANTS = {
     "dpo": ("", ",smoke", ",online", ",online,smoke"),
     "refl": ("",),
 }
-WITHOUT_ADAPTER = ("shapes_qwenimage_nft", "edits_qwenimage_edit_nft")
+WITHOUT_ADAPTER = ("shapes_qwenimage_nft", "shapes_proxy_qwenimage_nft", "edits_qwenimage_edit_nft")
 
 
 def combinations():
