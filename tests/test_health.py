@@ -147,6 +147,17 @@ def test_nothing_is_watched_where_every_evaluated_reward_is_trained_on_or_has_no
         assert health.watched_drop(epochs) is None
 
 
+def test_a_run_on_a_proxy_measures_the_rule_with_its_error_and_judges_it(tmp_path):
+    folder = train("shapes_proxy_qwenimage,smoke", tmp_path)
+    for line in lines_of(folder, "eval"):
+        assert line["eval/avg"] == line["eval/shapes_proxy"]
+        assert line["eval/avg_std_error"] == line["eval/std_error"]
+        assert 0 < line["eval/shapes_std_error"] < 0.5
+    first, last = lines_of(folder, "epoch")
+    assert first["health/watched_drop"] == 0
+    assert last["health/watched_drop"] >= 0
+
+
 def test_a_watched_fall_is_acted_upon_once():
     epochs = watching([0.5, 0.6, 0.8], [0.6, 0.65, 0.4])
     assert health.watched_drop([*epochs[:-1], epochs[-1]._replace(acted=True)]) is None

@@ -113,7 +113,8 @@ def score_test(run: Run) -> dict[str, float]:
 
     # Raises if too many scores failed.
     run.pool.masked_shares(scores.values)
-    return evaluation.means(scores, settings.best_by) | evaluation.means_by_category(scores, split)
+    means = evaluation.means(scores, settings.best_by, run.config.watched_rewards)
+    return means | evaluation.means_by_category(scores, split)
 
 
 def _evaluate_test(run: Run, epoch: int, choosing_means: dict[str, float] | None) -> None:
