@@ -13,9 +13,7 @@ from flow_grpo.settings.table import REFL, default_config
 
 def shapes_proxy_qwenimage_refl() -> ConfigDict:
     """ReFL of all weights of the shipped tiny model, by a small network that has learned to score shapes."""
-    config = deterministic(default_config())
-    config.reward_fn = {"shapes_proxy": 1.0}
-    config.eval.rewards = ("shapes",)
+    config = models.on_proxy(deterministic(default_config()))
     config.num_epochs = 28
     config.eval_freq = 7
     config.save_freq = 7

@@ -92,7 +92,7 @@ VARIANTS = {
     "grpo": ("", ",smoke", *NOISY, ",mixgrpo,flash", ",fast,smoke", ",large_gpu,distill", *GPUS, *BASES),
     "nft": ("", ",smoke", ",flash", ",awm", ",awm,smoke", *FORWARD, *GPUS, *BASES),
     "dpo": ("", ",smoke", ",online", ",online,smoke"),
-    "refl": ("",),
+    "refl": ("", ",draft", ",leap", ",sparse", ",smoke", ",draft,smoke"),
 }
 WITHOUT_ADAPTER = ("shapes_qwenimage_nft", "shapes_proxy_qwenimage_nft", "edits_qwenimage_edit_nft")
 
