@@ -238,9 +238,13 @@ def test_a_best_policy_whose_folder_was_removed_is_said_and_ends_in_no_traceback
     assert said == [f"{tmp_path}: the folder best/ was removed, so there is no best policy"]
 
 
-def test_rewards_that_are_all_alike_stop_no_distillation():
-    config = Config(algorithm="distill")
-    assert not health.teaches_nothing({"reward/zero_std_share": 1.0}, config)
+@pytest.mark.parametrize(
+    ("algorithm", "nothing"),
+    [("grpo", True), ("pr", True), ("nft", True), ("dpo", True), ("distill", False), ("refl", False)],
+)
+def test_rewards_that_are_all_alike_teach_only_algorithms_that_compare_images_nothing(algorithm, nothing):
+    config = Config(algorithm=algorithm)
+    assert health.teaches_nothing({"reward/zero_std_share": 1.0}, config) == nothing
 
 
 def test_a_reference_that_is_reset_is_the_base_again():

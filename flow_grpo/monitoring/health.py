@@ -11,8 +11,7 @@ from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
-from flow_grpo.settings import table
-from flow_grpo.settings.sections import Config, Health
+from flow_grpo.settings.sections import COMPARED, Config, Health
 
 # Figures that must be finite in any run.
 FINITE = (
@@ -126,9 +125,9 @@ def _scores_of(evaluation: Mapping[str, float], names: Sequence[str]) -> dict[st
 def teaches_nothing(epoch: Mapping[str, float], config: Config) -> bool:
     """Return whether nothing that an epoch trains on tells images of a group apart.
 
-    If diversity counts, too, equal rewards leave something to learn, and distillation learns from its teachers.
+    If diversity counts, too, equal rewards leave something to learn; and not every algorithm compares images.
     """
-    if config.algorithm == table.DISTILL:
+    if config.algorithm not in COMPARED:
         return False
     return epoch.get("reward/zero_std_share", 0.0) >= 1 and not config.train.diversity_weight
 

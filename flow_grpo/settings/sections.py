@@ -16,6 +16,7 @@ from flow_grpo.settings.setting import DISTILL, DPO, GRPO, NFT, PR, REFL, Sectio
 ONLINE = (GRPO, PR, NFT)  # with advantages of images just sampled
 RATIO = (GRPO, PR)  # with ratios of probabilities in the loss
 NOISY = (GRPO, PR, DISTILL)  # with noise in the rollout
+COMPARED = (*ONLINE, DPO)  # with images of a prompt that teach by how differently they score
 BATCHED = (GRPO, PR, NFT, DPO, DISTILL)  # with a rollout whose images take different numbers of forwards
 MAX_BATCH_SIZE = 4096  # rows of a forward
 TINY = 1e-6  # the least of a number above 0
