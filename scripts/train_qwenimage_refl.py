@@ -191,6 +191,7 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, scrip
                         add_gradients(run, again, reward_gradients.score(run, loaded, again).gradient)
             with run.board.timed("update"):
                 reward_gradients.check_parity(run)
+                reward_gradients.record_loss(run)
                 optimizer_step(run)
         rewards.wait(run, epoch, submitted)
 

@@ -60,6 +60,7 @@ def test_a_path_trains_by_velocities_that_are_the_rollouts_bit_for_bit(variant, 
         assert line["parity/velocity_abs_diff_max"] == 0
         assert line["grad_norm"] > 0
         assert line["image_gradient"] > 0
+        assert line["loss"] == line["policy_loss"]
     assert [line["images"] for line in epochs] == [8]
     assert epochs[0]["reward/avg"] == epochs[0]["reward/brightness"]
     if variant in ("", ",sparse"):
@@ -147,13 +148,23 @@ def test_gradients_are_those_of_one_graph_from_the_weights_to_the_reward(more, h
 
 def test_an_images_noisings_share_its_gradient_and_are_no_further_images(how, tmp_path):
     shares = []
+    sizes = []
 
+    @script.declared.reads("train.beta")
     def add_gradients(run, drawn, gradient):
         shares.append((drawn.share, drawn.states.shape[0], gradient.abs().max().item()))
+        latents = drawn.x_0.clone().requires_grad_()
+        score = brightness(run.model.decode_with_gradients(latents, run.size), None, None).sum()
+        (of_score,) = torch.autograd.grad(score, latents)
+        sizes.append(of_score.square().flatten(1).mean(1).sqrt().mean().item())
         script.add_gradients(run, drawn, gradient)
 
-    config = config_of(f"{NAME},draft", tmp_path, **how | ONE)
+    config = config_of(f"{NAME},draft", tmp_path, **how | ONE | HELD)
     script.main(config, add_gradients=add_gradients)
+    for line, of_update in zip(lines_of(tmp_path / config.name, "update"), (sizes[:3], sizes[3:]), strict=True):
+        assert line["image_gradient"] == pytest.approx(sum(of_update) / 3, rel=1e-4)
+        assert line["reference_distance"] > 0
+        assert line["loss"] == pytest.approx(line["policy_loss"] + 0.5 * line["reference_distance"], rel=1e-9)
     assert len(shares) == 2 * 3
     assert {(share, steps) for share, steps, _ in shares} == {(1 / 3, 1)}
     assert len({size for *_, size in shares}) == 6, "each noising is another one"

@@ -50,6 +50,10 @@ class Meter:
             largest = self._float64(value).max()
             self.maxima[name] = torch.maximum(self.maxima.get(name, largest), largest)
 
+    def mean(self, name: str) -> Tensor:
+        """Return this rank's mean of a name of `add` so far, [] float64."""
+        return self.sums[name] / self.counts[name]
+
     def pop(self, reduce: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> dict[str, float]:
         """Return everything since the last pop, in one copy to the host; every rank must have added the same names.
 

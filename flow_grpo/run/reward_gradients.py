@@ -150,13 +150,24 @@ def score_images(loaded: Rewards, images: Tensor, prompts: list[Prompt]) -> dict
 def _record(run: Run, drawn: DrawnImages, loss: Tensor, gradient: Tensor) -> None:
     """Log the losses [B] of images and the size of their gradients [B, ...]; keep what names an image whose loss is not
     finite."""
-    size = gradient.square().flatten(1).mean(1).sqrt() * images_per_update(run)
+    # Of an image's own loss: neither as a part of the update's mean nor as one of its noisings.
+    size = gradient.square().flatten(1).mean(1).sqrt() * images_per_update(run) / drawn.share
     run.meter.add(policy_loss=loss, image_gradient=size)
     if run.config.train.reward_target:
         run.meter.add(target_reached_share=loss == 0)
     last_step = torch.full((len(loss),), drawn.path[0].step)
     row_ids = torch.stack([torch.tensor(drawn.batch.image_numbers), last_step], 1)
     run.trained_rows.append(TrainedRows(loss, row_ids))
+
+
+def record_loss(run: Run) -> None:
+    """Log the loss of an update, with train.beta times the distance to the reference. Call it before
+    `optimizer_step`."""
+    # Ranks have equally many images and steps, so that the mean of their means is that of all.
+    loss = run.meter.mean("policy_loss")
+    if "reference_distance" in run.meter.sums:
+        loss = loss + run.config.train.beta * run.meter.mean("reference_distance")
+    run.meter.add(loss=loss)
 
 
 @torch.no_grad()
