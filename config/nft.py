@@ -139,8 +139,12 @@ def long(config: ConfigDict) -> ConfigDict:
 
 
 def awm(config: ConfigDict) -> ConfigDict:
-    """AWM (arXiv:2509.25050): PPO's clip of flow matching errors on the rollout's images, in two updates or more."""
+    """AWM (arXiv:2509.25050): PPO's clip of flow matching errors on the rollout's images, in two updates or more.
+
+    The clip bounds an epoch, and only a strong pull to the reference the sum over epochs.
+    """
     config.train.forward_objective = "awm"
+    config.train.beta = 2.0
     config.train.clip_range = 1e-2
     config.train.old_decay_schedule = 0.0
     # In the first update every ratio is 1, and there is nothing to clip.
