@@ -72,7 +72,8 @@ bench: .venv/ready  ## seconds per phase and memory, one JSON line
 # The lowest release lies in a folder of its own, before the environment's.
 OLD := .venv/lowest
 SMOKE := train_qwenimage:grpo.py:shapes_qwenimage train_qwenimage_pr:grpo.py:shapes_qwenimage_pr \
-	train_qwenimage_nft:nft.py:shapes_qwenimage_nft train_qwenimage_dpo:dpo.py:shapes_qwenimage_dpo,online
+	train_qwenimage_nft:nft.py:shapes_qwenimage_nft train_qwenimage_dpo:dpo.py:shapes_qwenimage_dpo,online \
+	train_qwenimage_refl:refl.py:shapes_proxy_qwenimage_refl
 test-versions: .venv/ready  ## quick tests and smoke runs with the lowest diffusers that requirements.txt allows
 	lowest=$$(sed -n 's/^diffusers>=\([0-9.]*\),.*/\1/p' requirements.txt); \
 	$(VENV) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OLD) "diffusers==$$lowest.0"
