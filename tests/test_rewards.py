@@ -402,6 +402,9 @@ def test_a_reward_whose_spread_drowns_another_is_named(weights, words):
     sentence = run_rewards.unbalanced(figures, weights)
     assert words in sentence
     assert bool(words) == bool(sentence)
+    without = run_rewards.unbalanced(figures, weights, has_gdpo=False)
+    assert sentence.startswith(without)
+    assert ("gdpo" in sentence, "gdpo" in without) == (bool(words), False)
 
 
 @pytest.mark.parametrize("name", [WINDOW, pytest.param(BRANCHES, marks=pytest.mark.slow)])

@@ -29,7 +29,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pending
 from flow_grpo.scoring.scorers import join_scores
 from flow_grpo.settings import declared
-from flow_grpo.settings.sections import Config
+from flow_grpo.settings.sections import COMPARED, ONLINE, Config
 
 LATENT_SIGNS = ("latent_rms", "diversity")
 MOST_GROUPS_SHOWN = 4
@@ -288,17 +288,20 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
         score = run.epoch_metrics["reward/avg"]
         alike = f"all images score alike ({score:.4g} on average)"
         run.board.say(f"epoch {epoch + 1}: in every group {alike}, so rewards teach nothing")
-    if epoch == 0 and run.config.train.reward_aggregation == "sum":
-        run.board.say(unbalanced(run.epoch_metrics, dict(run.config.reward_fn)))
+    compares = run.config.algorithm in COMPARED
+    if epoch == 0 and compares and run.config.train.reward_aggregation == "sum":
+        has_gdpo = run.config.algorithm in ONLINE
+        run.board.say(unbalanced(run.epoch_metrics, dict(run.config.reward_fn), has_gdpo))
 
 
-def unbalanced(figures: dict[str, float], weights: dict[str, float]) -> str:
+def unbalanced(figures: dict[str, float], weights: dict[str, float], has_gdpo: bool = True) -> str:
     """Return a sentence if one reward moves the sum UNBALANCED times as much as another, by their spreads within
     groups; else "".
 
     Args:
         figures: of an epoch, with reward/<name>_group_std.
         weights: of the rewards in the sum.
+        has_gdpo: whether the algorithm reads train.reward_aggregation.
     """
     spreads = {}
     for name, weight in weights.items():
@@ -307,10 +310,12 @@ def unbalanced(figures: dict[str, float], weights: dict[str, float]) -> str:
     weakest = min(spreads, key=lambda name: spreads[name])
     if spreads[strongest] < UNBALANCED * spreads[weakest] or not spreads[strongest]:
         return ""
+    remedy = "Change the weights in reward_fn"
+    if has_gdpo:
+        remedy += ", or set train.reward_aggregation to 'gdpo', which compares each reward by itself"
     return (
         f"within groups the reward {weakest}, times its weight, has a standard deviation of {spreads[weakest]:.2g}, "
-        f"and {strongest} one of {spreads[strongest]:.2g}: the sum hardly teaches {weakest}. Change the weights in "
-        "reward_fn, or set train.reward_aggregation to 'gdpo', which compares each reward by itself"
+        f"and {strongest} one of {spreads[strongest]:.2g}: the sum hardly teaches {weakest}. {remedy}"
     )
 
 
