@@ -440,7 +440,8 @@ def coming_from(section):
 
 
 def test_settings_metrics_and_functions_that_have_the_part_of_other_code_bases_are_there():
-    sources = "Flow-GRPO and TempFlow-GRPO", "DiffusionNFT", "DanceGRPO and MixGRPO", "Flow-Factory", "verl-omni"
+    sources = ["Flow-GRPO and TempFlow-GRPO", "DiffusionNFT", "DanceGRPO and MixGRPO"]
+    sources += ["Flow-Factory", "verl-omni", "FlowBP"]
     keys = []
     for source in sources:
         keys += re.findall(r"`([^`]+)`", coming_from(f"Settings of {source}"))

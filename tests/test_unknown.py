@@ -34,7 +34,7 @@ def test_every_row_names_settings_that_there_are_and_of_each_program_there_are_s
     for row in rows:
         assert table.BY_KEY.keys() >= set(row.ours)
     count = Counter(row.program for row in rows)
-    assert len(count) == 5
+    assert len(count) == 6
     assert min(count.values()) >= 8
     assert count["verl-omni"] > 22
 
