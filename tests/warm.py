@@ -4,6 +4,7 @@ still is the `__main__` of a process of its own. A real start, by torchrun, is i
 import contextlib
 import faulthandler
 import functools
+import gc
 import logging
 import multiprocessing
 import os
@@ -47,7 +48,10 @@ def serve(connection):
         if isinstance(asked, int):
             connection.send(processes[asked].exitcode)
             continue
+        gc.disable()
         import warm_imports  # noqa: F401  # as late as this, since few files of tests start a command
+
+        gc.enable()
 
         process = FORKS.Process(target=become, args=asked, daemon=True)
         process.start()
