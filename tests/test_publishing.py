@@ -1,6 +1,8 @@
 """A run is published: its LoRA in diffusers, its card, an upload."""
 
+import ast
 import base64
+import inspect
 import json
 import re
 import shutil
@@ -55,6 +57,27 @@ def test_diffusers_loads_what_was_trained_by_the_code_of_the_card(recorded, tmp_
         names = {}
         exec(code, names)
         assert (velocity(MODELS["qwenimage"](names["pipeline"], torch.device("cpu"))) - base).abs().max() > 1e-3
+        assert names["image"].size == (64, 64)
+
+
+def test_a_card_of_an_editing_model_gives_its_call_a_source_and_the_hub_its_task(copy):
+    change_json(copy / "config.json", model="flow_grpo/assets/tiny_qwenimage_edit")
+    assert model_card.write_cards(copy) == []
+    text = (copy / "README.md").read_text()
+    assert "pipeline_tag: image-to-image" in text
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (call,) = ast.parse(code).body[-1:]
+    names = {keyword.arg for keyword in call.value.value.value.keywords}
+    taken = inspect.signature(MODELS["qwenimage_edit"].PIPELINE.__call__).parameters
+    assert {"image", "height", "width", "num_inference_steps"} < names <= set(taken)
+
+
+def test_a_card_of_a_model_that_is_not_here_says_how_to_load_it(copy):
+    change_json(copy / "config.json", model="somebody/elses")
+    assert model_card.write_cards(copy) == []
+    text = (copy / "README.md").read_text()
+    assert 'from_pretrained("somebody/elses")' in text
+    assert "pipeline(" not in text
 
 
 def test_what_a_run_leaves_can_be_read_by_whom_the_umask_lets_and_its_page_has_its_numbers(run):

@@ -15,6 +15,9 @@ from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, with_error
 from flow_grpo.checkpoints import best, exports
+from flow_grpo.diffusers_patch import model_classes
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.monitoring import provenance, run_history
 from flow_grpo.settings import table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, GRADIENT_PATHS, OBJECTIVES
@@ -62,6 +65,8 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
     environment.filters["code"] = code_span
     template = Path(__file__).parents[1] / "assets" / "model_card.md"
     config = run.config
+    family = _family(config)
+    edits = family is not None and family.MOST_SOURCES > 0
     is_hub_id = locations.is_hub_id(config.model)
     # The path of a user's own folder is nobody's business: the card has its name.
     is_public = is_hub_id or config.model.startswith("flow_grpo/assets/")
@@ -77,9 +82,30 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
         pictures=pictures,
         facts=facts(run, folder),
         strength=exports.strength(folder),
+        edits=edits,
+        call=Markup(call_of(family, config)) if family else "",
         settings=public_settings(run),
     )
-    (folder / "README.md").write_text(f"---\n{front_matter(run)}\n---\n\n{text}", encoding="utf-8")
+    (folder / "README.md").write_text(f"---\n{front_matter(run, edits)}\n---\n\n{text}", encoding="utf-8")
+
+
+def _family(config: Config) -> type[FlowModel] | None:
+    """Return the class of a run's model; None where neither the model nor a copy of it is on this machine."""
+    try:
+        return model_classes.resolve(config.model, config.model_class)
+    except UserError:
+        return None
+
+
+def call_of(family: type[FlowModel], config: Config) -> str:
+    """Return Python that draws an image as the run's evaluations do, with the pipeline and, for edits, `source`."""
+    settings = family.call_arguments(training_size(config), config.eval.num_steps, config.eval.guidance_scale)
+    arguments = ['"YOUR PROMPT"']
+    if family.MOST_SOURCES:
+        arguments.append("image=source")
+    for name, value in settings.items():
+        arguments.append(f"{name}={value!r}")
+    return f"image = pipeline({', '.join(arguments)}).images[0]"
 
 
 def markdown(value: object) -> str:
@@ -211,14 +237,15 @@ def public_settings(run: run_history.RunHistory) -> list[tuple[str, str]]:
     return rows
 
 
-def front_matter(run: run_history.RunHistory) -> str:
-    """Return the card's data for the hub, as YAML."""
-    tags = ["text-to-image", "diffusers", "reinforcement-learning", f"flow-grpo-{in_one_line(run.config.algorithm)}"]
+def front_matter(run: run_history.RunHistory, edits: bool = False) -> str:
+    """Return the card's data for the hub, as YAML; `edits` = the model edits pictures."""
+    task = "image-to-image" if edits else "text-to-image"
+    tags = [task, "diffusers", "reinforcement-learning", f"flow-grpo-{in_one_line(run.config.algorithm)}"]
     if run.config.lora.rank:
         tags.append("lora")
     return ModelCardData(
         base_model=run.config.model if locations.is_hub_id(run.config.model) else None,
         library_name="diffusers",
-        pipeline_tag="text-to-image",
+        pipeline_tag=task,
         tags=tags,
     ).to_yaml()
