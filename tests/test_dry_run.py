@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 from small import ROOT, as_prompts, config_of, loaded, stored, train
 
+from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import checks
 from flow_grpo.data import embedding_cache
 from flow_grpo.data.prompts import Split
+from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.plan import measured
 from flow_grpo.run import dry_run
 from flow_grpo.settings import config_files, table
@@ -113,6 +116,17 @@ def test_prompts_that_are_trained_on_and_evaluated_are_named():
     splits = [Split("validation", others), Split("test", as_prompts(["c", "b", "e"]))]
     assert "2 test prompts, such as 'c'" in dry_run.overlap(train_prompts, splits)
     assert dry_run.overlap(train_prompts, splits[:1]) == ""
+
+
+def test_images_of_other_proportions_than_what_they_edit_are_said():
+    source = Image.new("RGB", (100, 80))
+    prompt = Prompt("make it red", sources=(source,))
+    said = dry_run.stretch(prompt, Size(height=64, width=64))
+    assert "'make it red' have 100 x 80 pixels, images 64 x 64" in said
+    assert dry_run.stretch(prompt, Size(height=64, width=80)) == ""
+    assert dry_run.stretch(prompt, Size(height=64, width=96)) != ""
+    assert dry_run.stretch(Prompt("a red circle"), Size(height=64, width=64)) == ""
+    assert dry_run.stretch(None, Size(height=64, width=64)) == ""
 
 
 def test_test_prompts_are_counted_when_they_are_drawn():

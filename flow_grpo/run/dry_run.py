@@ -13,7 +13,7 @@ from flow_grpo.command_line import checks
 from flow_grpo.data.prompts import Split
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.size import training_size
+from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.evaluation.evaluation import part_of
 from flow_grpo.plan import estimate, forwards, measured
 from flow_grpo.run.run import Experiment
@@ -27,6 +27,8 @@ CARD_GIB = {"24 GB": 23.0, "32 GB": 31.0, "48 GB": 46.0, "80 GB": 78.0, "141 GB"
 # Weights of the smallest model that the formula is for.
 SMALLEST_ESTIMATED = 10**9
 OUT_OF_MEMORY = "out of memory"
+# Most by which the proportions of an image may differ from those of what it edits.
+MOST_STRETCH = 1.1
 
 # Of a file of the cache, at most.
 HEADER_BYTES = 600
@@ -118,6 +120,7 @@ def describe(experiment: Experiment, num_extra: int) -> str:
         _cache(experiment),
         _licence(config.model),
         overlap(prompts.train, prompts.evaluated),
+        stretch(prompts.any, training_size(config)),
         checks.caution(config),
     ]
     return "\n".join(line for line in lines if line)
@@ -330,6 +333,25 @@ def _licence(model: str) -> str:
     if not published:
         return ""
     return f"{published.hub_id}: {published.licence}; a download of {published.download_gb} GB"
+
+
+def stretch(prompt: Prompt | None, size: Size) -> str:
+    """Say that edited images have other proportions than their sources, which are alike for all prompts; "" if they
+    have not.
+
+    Args:
+        prompt: any of the run's.
+    """
+    if prompt is None or not prompt.sources:
+        return ""
+    width, height = prompt.source_sizes()[0]
+    ratio = width / height / (size.width / size.height)
+    if max(ratio, 1 / ratio) <= MOST_STRETCH:
+        return ""
+    return (
+        f"sources such as that of {quoted(prompt.text)} have {width} x {height} pixels, images {size.width} x "
+        f"{size.height}: what is edited comes out stretched; set config.width and config.height in their proportions"
+    )
 
 
 def overlap(train: list[Prompt], evaluated: list[Split]) -> str:

@@ -82,6 +82,7 @@ def _say_cautions(run: Run) -> None:
     config = run.config
     run.board.say(trackers.notice(config.logger, run.folder))
     run.board.say(dry_run.overlap(run.prompts.train, run.prompts.evaluated))
+    run.board.say(dry_run.stretch(run.prompts.any, run.size))
     run.board.say(checks.caution(config))
     if config.evaluates and run.prompts.choosing.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
