@@ -18,6 +18,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from flow_grpo.base.formatting import markdown_table
+from flow_grpo.command_line import command_line
 from flow_grpo.monitoring.plots import LINES, STYLE, read_metrics
 
 COLUMNS = ("run", "seed", "epoch", "images", "forwards", "proxy", "shapes", "accuracy", "variety")
@@ -131,12 +132,16 @@ def draw(runs: Runs, file: Path) -> None:
         figure.savefig(file)
 
 
-def main() -> None:
-    """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = command_line.parser(__doc__)
     parser.add_argument("file", type=Path, help="CSV file of tests")
     parser.add_argument("runs", type=Path, nargs="*", help="folders of runs, to be stored in it")
-    args = parser.parse_args()
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Run the command."""
     if args.runs:
         write(args.file, args.runs)
     runs = read(args.file)
@@ -146,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(command_line.arguments(parser()))
