@@ -33,7 +33,7 @@ from flow_grpo.run.evaluate import evaluate
 from flow_grpo.run.loop import finish, is_due, log_epoch
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import save
-from flow_grpo.run.startup import start
+from flow_grpo.run.startup import published_without_files, start
 from flow_grpo.run.update import backward, optimizer_step, recompute_steps, updates
 from flow_grpo.settings import declared
 from flow_grpo.settings.sections import Config, Lora
@@ -47,6 +47,9 @@ def check_teachers(config: Config) -> None:
         raise UserError(
             "config.train.teachers is (); name folders of LoRA adapters to learn from, such as best/ of runs"
         )
+    # Adapters are compared with the files of the model.
+    if published_without_files(config):
+        return
     family = model_classes.resolve(config.model, config.model_class)
     for folder in config.train.teachers:
         try:

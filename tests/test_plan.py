@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import train_qwenimage
+import train_qwenimage_distill
+import train_qwenimage_refl
 from huggingface_hub import constants
 from small import as_prompts, loaded
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -128,6 +130,32 @@ def test_larger_images_and_full_weights_have_figures_of_their_own(klein):
     assert full_speed < speed
     two = replace(full, dry_run=2)
     assert figures_of(two, work)[1] - full_gib == pytest.approx(work.size.weights * 20 * (1 / 2 - 1 / 8) / 2**30)
+
+
+@pytest.mark.parametrize(
+    ("script", "run"),
+    [
+        (train_qwenimage_refl, "refl.py:pickscore_qwenimage_refl"),
+        (train_qwenimage_distill, "grpo.py:pickscore_qwenimage,distill"),
+    ],
+    ids=["reward gradients", "distillation"],
+)
+def test_a_script_with_checks_of_its_own_is_planned_without_the_model(script, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    config = config_files.load(f"{locations.ROOT}/config/{run}")
+    config.dataset = "dataset/shapes"
+    config.dry_run = 8
+    if "distill" in run:
+        config.train.teachers = ("runs/a/best",)
+    with pytest.raises(SystemExit) as ended:
+        script.main(config)
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out
+    assert "the plan is that of its published sizes" in lines
+    # Rewards with gradients are computed between forwards, in memory that the formula does not know.
+    assert ("what decoder and rewards keep" in lines) == ("refl" in run)
+    assert ("images/s to be scored" in lines) == ("distill" in run)
 
 
 def test_a_plan_without_the_model_is_printed_from_its_published_sizes(tmp_path, monkeypatch, capsys):

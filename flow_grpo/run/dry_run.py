@@ -17,6 +17,7 @@ from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.evaluation.evaluation import part_of
 from flow_grpo.plan import estimate, forwards, measured
 from flow_grpo.run.run import Experiment
+from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
 
 PAGE = "docs/reference/will_it_fit.md"
@@ -170,6 +171,8 @@ def gpu(config: Config, figures: GpuFigures) -> list[str]:
     parts = []
     if figures.gib:
         parts.append(f"{figures.gib:.3g} GiB of each, {_cards(figures)}")
+        if config.algorithm == table.REFL:
+            parts.append("beside it what decoder and rewards keep for vae_batch_size images, which is not known here")
     if figures.images_per_s:
         parts.append(
             f"{figures.images_per_s:.3g} images/s of one H200 or H100, so {figures.hours:.3g} hours without "
@@ -229,7 +232,9 @@ def gpu_figures(experiment: Experiment, work: estimate.Work) -> GpuFigures:
     if images_per_s:
         num_images = config.num_epochs * work.num_images
         hours = num_images / images_per_s / 3600 / config.dry_run
-        scored = images_per_s * config.dry_run * (1 + config.sample.scouts_per_image)
+        # Rewards with gradients are computed between the forwards, in this process.
+        if config.algorithm != table.REFL:
+            scored = images_per_s * config.dry_run * (1 + config.sample.scouts_per_image)
     if figures:
         evaluation_s = _evaluation_s(config, experiment.family, experiment.prompts.evaluated, work)
         evaluation_hours = evaluation_s / 3600 / config.dry_run

@@ -125,10 +125,19 @@ def _end_dry_run(experiment: Experiment, num_extra: int) -> NoReturn:
     raise SystemExit(0)
 
 
-def _plan_by_sizes(config: Config, script: checks.Script, stored_prompts: list[Prompt] | None, num_extra: int) -> None:
-    """End a dry run of a published model whose files cannot be had: say what the run would be by the model's sizes."""
+def published_without_files(config: Config) -> registry.Weights | None:
+    """Return the published model of a dry run whose files cannot be had, so that nothing in them can be checked; else
+    None."""
     published = registry.published(config.model)
     if not config.dry_run or not published or not locations.unreachable(config.model):
+        return None
+    return published
+
+
+def _plan_by_sizes(config: Config, script: checks.Script, stored_prompts: list[Prompt] | None, num_extra: int) -> None:
+    """End a dry run of a published model whose files cannot be had: say what the run would be by the model's sizes."""
+    published = published_without_files(config)
+    if published is None:
         return
     if int(os.environ.get("RANK", "0")) == 0:
         texts = _load_prompts(config, stored_prompts)
@@ -250,6 +259,11 @@ def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[P
         choices = ["", *family.ATTENTIONS]
         raise UserError(
             f"config.attention is {config.attention!r}; for {config.model} it may be {', '.join(map(repr, choices))}"
+        )
+    if config.train.detach_negative and not family.is_guided(config.sample.guidance_scale):
+        raise UserError(
+            f"config.train.detach_negative is True, but with config.sample.guidance_scale "
+            f"{config.sample.guidance_scale} velocities have no negative forward"
         )
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     model = family.without_weights(config.model)
