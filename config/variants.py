@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from flow_grpo.algorithms.batch_plan import takes_whole_groups
+from flow_grpo.algorithms.batch_plan import loss_of_whole_groups
 from flow_grpo.base import locations
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.table import default_config
@@ -75,7 +75,7 @@ def smoke(config: ConfigDict) -> ConfigDict:
     config.eval.num_steps = 4
     config.eval.num_prompts = 8
     # The second update has ratios other than 1. A loss of whole groups is computed in one.
-    config.train.updates_per_epoch = 1 if takes_whole_groups(config.train) else 2
+    config.train.updates_per_epoch = 1 if loss_of_whole_groups(config.train) else 2
     if config.sample.num_branches == 1 and config.sample.sde_window_size:
         config.sample.sde_window_range = (0, 3)
         config.sample.sde_window_size = min(config.sample.sde_window_size, 2)

@@ -77,6 +77,8 @@ TRAINING = {  # a script's run -> its rows
         no("same_latent True", "'fdfo'", train__objective="fdfo"),
         no("'sde' or 'dance'", "'cps'", sample__sde_type="cps", train__objective="endpoint"),
         no("no multiple", "'endpoint'", sample__batch_size=6, train__objective="endpoint"),
+        no("of whole groups of 4, as objective 'endpoint' takes them", "[1, 2]", train__objective="endpoint",
+           train__updates_per_epoch=3),
         no("endpoint_space is 'x_0'", "objective 'clip'", train__endpoint_space="x_0"),
         no("clip_std_exponent is 2.0", "objective 'clip'", train__clip_std_exponent=2.0),
         no("clip_range is 0.001", "objective 'dppo'", train__clip_range=1e-3, train__objective="dppo"),

@@ -54,11 +54,15 @@ def num_trained_steps(sample: Sample, train: Train) -> int:
     return min(steps, sample.num_steps - 1)
 
 
-def takes_whole_groups(train: Train) -> bool:
-    """Return whether minibatches hold whole groups, as the chosen loss compares the images of one."""
+def loss_of_whole_groups(train: Train) -> str:
+    """Return setting and name of the chosen loss if minibatches hold whole groups for it, whose images it compares;
+    else ""."""
     # One of the two is its default, since no script reads both.
-    chosen = (OBJECTIVES[train.objective], FORWARD_OBJECTIVES[train.forward_objective])
-    return any(objective.whole_groups for objective in chosen)
+    if OBJECTIVES[train.objective].whole_groups:
+        return f"objective {train.objective!r}"
+    if FORWARD_OBJECTIVES[train.forward_objective].whole_groups:
+        return f"forward_objective {train.forward_objective!r}"
+    return ""
 
 
 def plan_batches(config: Config, world_size: int) -> BatchPlan:
@@ -73,7 +77,7 @@ def plan_batches(config: Config, world_size: int) -> BatchPlan:
         )
     fewest_steps = 1 if _window_is_cut_off(sample) else steps
     images_together = 1
-    if takes_whole_groups(train):
+    if loss_of_whole_groups(train):
         images_together = sample.num_images_per_prompt
     division = Division(fewest_steps, images_together, train.updates_per_epoch)
     num_images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
@@ -118,8 +122,8 @@ def _check_updates(config: Config, division: Division) -> None:
     rows = size * division.fewest_steps
     condition = ""
     if division.images_together > 1:
-        objective = config.train.forward_objective
-        condition = f" of whole groups of {division.images_together}, as forward_objective {objective!r} takes them,"
+        loss = loss_of_whole_groups(config.train)
+        condition = f" of whole groups of {division.images_together}, as {loss} takes them,"
     elif _window_is_cut_off(config.sample):
         condition = " where the window is cut off"
     divisors = _divisors(rows // division.images_together)
@@ -193,12 +197,12 @@ def plan_whole_batches(config: Config, world_size: int) -> BatchPlan:
     sample = config.sample
     train = config.train
     num_images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
-    unit = sample.batch_size * world_size * train.updates_per_epoch
+    num_parts = world_size * train.updates_per_epoch
+    unit = sample.batch_size * num_parts
     if num_images % unit:
-        per_rank = num_images // world_size if num_images % world_size == 0 else 0
-        batch_sizes = [size for size in _divisors(per_rank // train.updates_per_epoch) if size <= MAX_BATCH_SIZE]
-        if per_rank % train.updates_per_epoch:
-            batch_sizes = []
+        batch_sizes = []
+        if num_images % num_parts == 0:
+            batch_sizes = [size for size in _divisors(num_images // num_parts) if size <= MAX_BATCH_SIZE]
         raise UserError(
             f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {num_images} "
             f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {gpus(world_size)} x "
