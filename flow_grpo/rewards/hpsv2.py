@@ -43,11 +43,12 @@ def load_differentiable(
 ) -> Callable[..., Tensor]:
     """Return the scorer with a graph. Arguments and errors as of `load`, with which it shares the model."""
     clip, _, tokenize = _load_model(device, weights, architecture)
-    (side, _), *statistics = _preprocessing(clip)
-    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in statistics)
+    size, channel_means, channel_stds = _preprocessing(clip)
+    mean = torch.tensor(channel_means, device=device).view(3, 1, 1)
+    std = torch.tensor(channel_stds, device=device).view(3, 1, 1)
 
     def score_pixels(images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        pixels = pad_to_square(images.to(device, torch.float32), side)
+        pixels = pad_to_square(images.to(device, torch.float32), side=size[0])
         return _cosines(clip, (pixels - mean) / std, tokenize(prompts).to(device))
 
     return score_pixels

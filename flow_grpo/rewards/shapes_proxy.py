@@ -153,7 +153,8 @@ def load_differentiable(device: torch.device | str) -> Callable[..., Tensor]:
 
     def score_pixels(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         wanted = torch.stack([features_of(data) for data in metadata]).to(device)
-        return network.logits(network.maps(resized(images.to(device))), wanted).sigmoid()
+        maps = network.maps(resized(images.to(device)))
+        return network.logits(maps, wanted).sigmoid()
 
     return score_pixels
 
