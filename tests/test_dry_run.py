@@ -104,6 +104,7 @@ def test_a_loss_that_is_not_stable_says_so_in_a_dry_run_and_at_the_start_of_a_ru
         said.append("forward_objective 'awm' is stable with a strong pull" in capsys.readouterr().out)
     assert said == [True, True]
     assert checks.caution(config_of("shapes_qwenimage_nft")) == ""
+    assert config_of("shapes_qwenimage_nft,awm").train.beta == 2.0, "what it says of awm is of this pull"
 
 
 def test_a_setting_that_costs_nothing_is_a_setting():

@@ -1,6 +1,7 @@
 """train_qwenimage_refl.py: gradients of rewards through the walk that drew an image, on the tiny model."""
 
 import json
+from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
@@ -254,6 +255,47 @@ def test_a_negative_forward_without_gradients_changes_no_velocity_and_leaves_out
     assert torch.equal(found, expected)
     assert (found - gradient_of(whole)).abs().max() > 1e-4
     assert torch.equal(model.velocity(x, timesteps, condition, 1.0, size), positive)
+
+
+def test_a_run_without_the_negatives_gradient_draws_the_same_images_and_has_another_gradient(how, tmp_path):
+    updates = []
+    for detached in (False, True):
+        settings = how | ONE | GUIDED | dict(train__detach_negative=detached)
+        updates.append(lines_of(train(NAME, tmp_path / str(detached), **settings), "update")[0])
+    assert updates[0]["policy_loss"] == updates[1]["policy_loss"]
+    assert updates[0]["grad_norm"] != updates[1]["grad_norm"]
+
+
+def test_weights_of_rewards_and_of_leaps_count_in_the_loss(how, tmp_path):
+    weights = []
+
+    def rollout(run, *place):
+        drawn = script.rollout(run, *place)
+        weights.append(drawn.loss_weight)
+        return drawn
+
+    config = config_of(f"{NAME},leap", tmp_path, **how | ONE | dict(reward_fn={"brightness": 2.0}))
+    script.main(config, rollout=rollout)
+    updates, (epoch,) = first_lines(tmp_path / config.name)
+    assert epoch["reward/avg"] == pytest.approx(2 * epoch["reward/brightness"])
+    mean_loss = sum(line["policy_loss"] for line in updates) / len(updates)
+    leap_weights = torch.cat(weights)
+    assert 1 < leap_weights.min() <= -mean_loss / epoch["reward/avg"] <= leap_weights.max()
+
+
+def test_an_update_has_one_step_and_every_epoch_steps_of_its_own(how, tmp_path):
+    steps = defaultdict(set)
+
+    def rollout(run, epoch, update, batch):
+        drawn = script.rollout(run, epoch, update, batch)
+        steps[epoch, update].add(drawn.path[0].step)
+        return drawn
+
+    settings = how | dict(num_epochs=4, eval_freq=0, sample__batch_size=2)
+    script.main(config_of(NAME, tmp_path, **settings), rollout=rollout)
+    assert len(steps) == 4 * 2
+    assert all(len(of_update) == 1 for of_update in steps.values())
+    assert len(set().union(*(steps[epoch, 0] for epoch in range(4)))) > 1
 
 
 OPTIONS = {

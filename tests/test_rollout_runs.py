@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import train_qwenimage
 from small import few_prompts, lines_of, stored, train
 
 from flow_grpo import rewards
@@ -31,6 +32,35 @@ def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(nam
         assert first["parity/log_prob_abs_diff_max"] == first["ratio_std"] == 0
         assert epoch["parity/recomputed_abs_diff_max"] == pytest.approx(gap, rel=1e-2)
     assert losses_of(right) == losses_of(cured)
+
+
+@pytest.mark.parametrize("loss", ["fdfo", "endpoint"])
+def test_rows_of_whole_groups_carry_the_images_that_their_paths_led_to(loss, shallow, tmp_path, monkeypatch):
+    submit = train_qwenimage.rewards.submit
+    backward = train_qwenimage.backward
+    finished = {}
+    minibatches = []
+
+    def noted(run, samples, batch):
+        finished.update(zip(batch.image_numbers, samples.latents, strict=True))
+        return submit(run, samples, batch)
+
+    def kept(run, losses, rows):
+        minibatches.append(rows)
+        backward(run, losses, rows)
+
+    monkeypatch.setattr(train_qwenimage.rewards, "submit", noted)
+    monkeypatch.setattr(train_qwenimage, "backward", kept)
+    train(f"shapes_qwenimage,{loss}", tmp_path, num_epochs=1, eval_freq=0, **shallow)
+    assert len(minibatches) > 1
+    for rows in minibatches:
+        images, steps = rows.row_ids.T
+        assert rows.group_size == 4
+        # Neighbours are the images of one group, at one step.
+        assert (images.view(-1, 4) // 4 == images.view(-1, 4)[:, :1] // 4).all()
+        assert (steps.view(-1, 4) == steps.view(-1, 4)[:, :1]).all()
+        for image, x_0 in zip(images.tolist(), rows.x_0, strict=True):
+            assert torch.equal(x_0, finished[image])
 
 
 def losses_of(lines):
