@@ -260,11 +260,6 @@ def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[P
         raise UserError(
             f"config.attention is {config.attention!r}; for {config.model} it may be {', '.join(map(repr, choices))}"
         )
-    if config.train.detach_negative and not family.is_guided(config.sample.guidance_scale):
-        raise UserError(
-            f"config.train.detach_negative is True, but with config.sample.guidance_scale "
-            f"{config.sample.guidance_scale} velocities have no negative forward"
-        )
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     model = family.without_weights(config.model)
     model.check_size(training_size(config))
