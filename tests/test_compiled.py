@@ -258,6 +258,6 @@ def test_kernels_give_a_rollout_the_updates_bits_and_see_its_new_weights():
             results = step(model)
         for one, other in zip(results, step(plain), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        with torch.no_grad(), compilation.training_graph(model):
+        with torch.no_grad(), compilation.training_graph(model, ("OneLayer",)):
             assert torch.equal(model(rows()), results[0])
     assert modes == [True] * 2, "of the forward and of the backward"

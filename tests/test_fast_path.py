@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import weakref
 from functools import partial
 
 import draw_shapes
@@ -134,22 +135,50 @@ def test_short_text_is_for_steps_without_a_log_prob_and_changes_them_by_rounding
         torch.testing.assert_close(ours.step.log_prob, theirs.step.log_prob, rtol=0, atol=rounding(size=16))
 
 
-def test_a_training_graph_keeps_nothing_for_a_backward():
-    model = loaded("qwenimage")
-    policies.attach(model.transformer, config_of("shapes_qwenimage").lora, QWEN.LORA_TARGETS)
+class Saved:
+    """Tensor that a graph keeps for its backward."""
+
+    def __init__(self, alive, tensor):
+        # Detached, since an output would keep its own graph alive.
+        self.tensor = tensor.detach()
+        alive.add(self)
+
+
+@pytest.mark.parametrize("name", [name for name, family in MODELS.items() if not family.MOST_SOURCES])
+def test_a_training_graph_has_the_bits_and_the_graphs_of_training_and_keeps_nothing_for_a_backward(name, monkeypatch):
+    graphs = []
+
+    def note(graph, inputs, **options):
+        graphs.append(graph)
+        return graph.forward
+
+    family = MODELS[name]
+    model = loaded(name)
+    policies.attach(model.transformer, config_of("shapes_qwenimage").lora, family.LORA_TARGETS)
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=note))
+    compilation.compile_units(model.transformer, family.SHARD_UNITS)
     x = model.noise(SIZE, generators(3))
     condition = model.encode(as_prompts(PROMPTS), width=20)
     velocity = partial(model.velocity, x, torch.full((3,), 500.0), condition, 4.0, SIZE)
-    gradients = []
-    for block in model.transformer.transformer_blocks:
-        block.register_forward_hook(lambda *_: gradients.append(torch.is_grad_enabled()))
-    with torch.no_grad(), compilation.training_graph(model.network):
-        inside = velocity()
-    assert all(gradients)
-    assert not inside.requires_grad
-    after = velocity()
-    assert after.requires_grad
-    assert torch.equal(inside, after)
+    alive = weakref.WeakSet()
+    num_alive = []
+    for block in compilation.modules_of(model.network, family.SHARD_UNITS):
+        block.register_forward_pre_hook(lambda *_: num_alive.append(len(alive)))
+
+    with torch.autograd.graph.saved_tensors_hooks(partial(Saved, alive), lambda saved: saved.tensor):
+        in_training = velocity()
+        assert max(num_alive) > 0
+        num_alive.clear()
+        num_graphs = len(graphs)
+        kept_before = len(alive)
+        with torch.no_grad(), compilation.training_graph(model.network, family.SHARD_UNITS):
+            in_rollout = velocity()
+    assert set(num_alive) == {kept_before}
+    assert len(graphs) == num_graphs > 0
+    assert in_training.requires_grad
+    assert not in_rollout.requires_grad
+    assert torch.equal(in_rollout, in_training)
 
 
 @bf16_attention

@@ -332,7 +332,7 @@ class FlowModel(ABC):
             raise ValueError(f"guidance_scale is {guidance_scale}, but the condition was encoded with guided=False")
         if self.detach_negative and torch.is_grad_enabled():
             # First, so that what it computes is freed before the positive forward keeps what its backward needs.
-            with compilation.training_graph(self.network):
+            with compilation.training_graph(self.network, self.SHARD_UNITS):
                 negative = self.network(x, t, condition.negative, guidance_scale, size)
             positive = self.network(x, t, condition, guidance_scale, size)
         else:

@@ -38,7 +38,7 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
     functorch.activation_memory_budget = activation_memory
     # Without it, graphs of quantised layers are made anew in every process.
     functorch.autograd_cache_allow_custom_autograd_functions = True
-    modules = [module for module in transformer.modules() if type(module).__name__.removeprefix("FSDP") in units]
+    modules = modules_of(transformer, units)
     for module in modules:
         _simplify(module)
     for module in modules:
@@ -47,6 +47,11 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
         module.forward = torch.compile(forward, dynamic=False, options=OPTIONS)
     if modules:
         modules[0].forward = _wanting_gradients(modules[0].forward)
+
+
+def modules_of(network: nn.Module, units: tuple[str, ...]) -> list[nn.Module]:
+    """Return the modules of these classes, sharded or not, in the order of the network."""
+    return [module for module in network.modules() if type(module).__name__.removeprefix("FSDP") in units]
 
 
 def _simplify(unit: nn.Module) -> None:
@@ -124,13 +129,27 @@ def _detach_output(network: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
     return output.detach()
 
 
+def _cut_graph(unit: nn.Module, inputs: tuple, output: Any) -> Any:
+    """Return a unit's output, one tensor or several, without its graph. The next unit computes gradients of it, as in
+    training, so that both share one compiled graph."""
+    if isinstance(output, tuple):
+        return tuple(_cut_graph(unit, inputs, part) for part in output)
+    if isinstance(output, Tensor) and output.requires_grad:
+        return output.detach().requires_grad_()
+    return output
+
+
 @contextmanager
-def training_graph(network: nn.Module) -> Iterator[None]:
-    """Run forwards through the graph of training, whose bits are not those of inference, and free what it saves."""
+def training_graph(network: nn.Module, units: tuple[str, ...]) -> Iterator[None]:
+    """Run forwards through the graph of training, whose bits are not those of inference, and free what it saves, after
+    each module of the classes `units`."""
     # The first of the hooks: those of sharded weights must see no graph.
-    hook = network.register_forward_hook(_detach_output, prepend=True)
+    hooks = [network.register_forward_hook(_detach_output, prepend=True)]
+    for module in modules_of(network, units):
+        hooks.append(module.register_forward_hook(_cut_graph, prepend=True))
     try:
         with torch.enable_grad():
             yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()

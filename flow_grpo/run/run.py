@@ -173,7 +173,7 @@ class Run:
         """
         if not self.config.compile:
             return nullcontext
-        return partial(compilation.training_graph, self.model.network)
+        return partial(compilation.training_graph, self.model.network, self.model.SHARD_UNITS)
 
     def velocity(
         self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float | None = None, size: Size | None = None
