@@ -55,6 +55,14 @@ def test_evaluation_sees_the_average_and_training_gets_its_bits_back_after_an_ex
     assert layer.weight.requires_grad
 
 
+def test_a_graph_of_other_weights_has_no_backward():
+    layer = linear(1.0)
+    ema = ema_of(layer)
+    loss = layer(torch.ones(1, 3, requires_grad=True)).sum()
+    with ema.applied(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("misuse", [lambda ema: ema.update(8), lambda ema: ema.state_dict()])
 def test_the_average_cannot_be_updated_or_saved_while_it_is_in_use(misuse):
     ema = ema_of(linear(1.0))

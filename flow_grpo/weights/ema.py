@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from flow_grpo.weights import offload
+from flow_grpo.weights import fsdp_utils, offload
 
 
 class Ema:
@@ -62,6 +62,6 @@ class Ema:
         offload.wait_for_offloaded(self.parameters.values())
         # Tensor by tensor, which needs no second copy of the model.
         for name, parameter in self.parameters.items():
-            present = parameter.clone()
-            parameter.copy_(self.averages[name])
-            self.averages[name].copy_(present)
+            fsdp_utils.exchange(parameter, self.averages[name])
+        # A graph that has saved the weights must not go backward through others.
+        torch.autograd.graph.increment_version(list(self.parameters.values()))

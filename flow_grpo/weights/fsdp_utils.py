@@ -270,6 +270,17 @@ def from_local_part(rows: Tensor, whole: Tensor) -> Tensor:
     )
 
 
+def exchange(one: Tensor, other: Tensor) -> None:
+    """Exchange the numbers of two tensors of one layout; those that are not sharded exchange their memory."""
+    if not isinstance(one, DTensor):
+        one.data, other.data = other.data, one.data
+        return
+    # Sharded weights are gathered from memory that FSDP has noted.
+    before = one.clone()
+    one.copy_(other)
+    other.copy_(before)
+
+
 def full_state_dict(transformer: nn.Module, trainable_only: bool = True) -> dict[str, Tensor]:
     """Return whole tensors by name, on the CPU of rank 0 and {} elsewhere: those that are trained, or all of them and
     persistent buffers. All ranks must call."""
