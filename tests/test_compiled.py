@@ -240,6 +240,7 @@ def test_no_graph_of_a_decoder_has_sums_that_were_chosen_by_their_time():
     assert modes == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     "ATEN_CPU_CAPABILITY" in os.environ,
     reason="inductor (torch 2.13) writes for the CPU's own instructions, ATen's headers for that setting's",

@@ -224,6 +224,7 @@ for word in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_wandb_that_could_not_send_a_run_is_refused(tmp_path):
     """In a process of its own: wandb remembers how the first run of a process was logged in."""
     (tmp_path / "logs_in.py").write_text(LOGS_IN)

@@ -417,6 +417,7 @@ def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, 
     assert len(list((tmp_path / "out").glob("*.png"))) == 4
 
 
+@pytest.mark.slow
 def test_rows_are_compared_on_what_they_share_and_runs_of_several_seeds_have_a_mean(runs, tmp_path):
     again = shutil.copytree(runs[4], tmp_path / "again")
     change_json(again / "config.json", seed=7, run_name="again")

@@ -340,6 +340,7 @@ def test_a_lowered_learning_rate_and_the_pause_after_it_outlast_resuming(shallow
     assert lines_of(parts, "epoch")[0]["health/learning_rate_factor"] == 1 / 8
 
 
+@pytest.mark.slow
 def test_a_run_rolls_back_to_its_best_weights_with_half_the_rate_and_a_resumed_one_does_so_too(
     shallow, tmp_path, alarmed
 ):

@@ -111,7 +111,10 @@ def assert_diffusers_own(model, prompts, condition, guidance_scale=4.0, height=6
 
 @pytest.mark.parametrize(
     ("size", "guidance_scale"),
-    [(SIZE, 1.0), (Size(64, 96), 4.0), pytest.param(Size(96, 64), 4.0, marks=pytest.mark.slow)],
+    [
+        *(pytest.param(size, scale, marks=pytest.mark.slow) for size, scale in ((SIZE, 1.0), (Size(96, 64), 4.0))),
+        (Size(64, 96), 4.0),
+    ],
     ids=str,
 )
 def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, size):
@@ -311,7 +314,6 @@ for name, kind in itertools.product(MODELS, RUNS):
     # Each model draws branches in slots, one model shows each other kind, and two ranks are test_ranks.py's.
     is_slow = kind == "window, sharded" or (name != "qwenimage" and kind != "branches in slots")
     EXACT.append(pytest.param(name, kind, marks=[pytest.mark.slow] if is_slow else []))
-FIRST, *FURTHER = MODELS
 
 
 def assert_begins_exact(folder):
@@ -339,7 +341,8 @@ def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, few, 
     assert_begins_exact(run(f"shapes_qwenimage{variants}", tmp_path / "runs", **how))
 
 
-@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_a_window_from_a_cache_is_exact_too_and_diffusers_and_evaluate_py_read_what_its_run_leaves(name, few, tmp_path):
     how = HOW | dict(eval_freq=1, height=64, width=96, sample__sde_type="sde", cache_dir=str(tmp_path / "cache"))
     how |= dict(train__learning_rate=1e-2, train__ema_interval=1)
@@ -363,8 +366,7 @@ def test_a_window_from_a_cache_is_exact_too_and_diffusers_and_evaluate_py_read_w
 TWINS = []
 for path in sorted(Path("scripts").glob("train_*.py")):
     if "qwenimage" not in path.stem:
-        # One of each model.
-        is_slow = path.stem not in ("train_flux_nft", "train_sd3_dpo")
+        is_slow = path.stem != "train_flux_nft"
         TWINS.append(pytest.param(path.stem, marks=[pytest.mark.slow] if is_slow else []))
 
 

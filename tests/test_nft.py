@@ -78,6 +78,7 @@ def test_a_sampler_samples_and_the_old_policy_is_what_the_loss_compares_with(sta
     assert (rollout(run).x_0 - images.x_0).abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_a_loss_that_compares_with_no_older_policy_makes_no_forward_of_it(start):
     forwards = []
     for name in (f"{NAME},elbo", f"{NAME},ram"):
@@ -131,6 +132,7 @@ def test_images_are_trained_at_levels_but_the_last_and_those_of_a_group_noised_a
     assert [torch.equal(noise[i], noise[i + 1]) for i in range(5)] == [True, False, True, True, True]
 
 
+@pytest.mark.slow
 def test_flow_matching_on_own_images_joins_any_loss_by_five_times_its_weight(start, monkeypatch):
     seen = []
     plain = losses.self_normalised_error
@@ -147,6 +149,7 @@ def test_flow_matching_on_own_images_joins_any_loss_by_five_times_its_weight(sta
     assert logged[1] - logged[0] == pytest.approx(2.5 * own.mean().item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_relative_norm_is_the_policys_velocity_over_the_references_mean_over_images(start, monkeypatch):
     seen = []
     plain = script.frozen_velocities
@@ -179,7 +182,7 @@ def test_an_image_counts_by_its_distance_to_its_group_in_whatever_order_images_w
     assert (found - group_advantages(all_scores.scores["avg"], groups, global_std=True)).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["awm", "dgpo", "elbo"])
+@pytest.mark.parametrize("name", ["dgpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("awm", "elbo"))])
 def test_ratios_to_an_old_policy_that_is_copied_begin_at_one_in_every_epoch_and_move(name, shallow, tmp_path):
     how = dict(train__old_decay_schedule=0.0, train__updates_per_epoch=1, train__inner_epochs=2)
     folder = train(f"{NAME},{name}", tmp_path, num_epochs=2, eval_freq=0, **how, **shallow)
@@ -189,6 +192,7 @@ def test_ratios_to_an_old_policy_that_is_copied_begin_at_one_in_every_epoch_and_
         assert second["ratio_std"] > 0
 
 
+@pytest.mark.slow
 def test_an_old_policy_that_lags_behind_is_no_disparity(shallow, tmp_path):
     how = dict(train__old_decay_schedule=0.5, num_epochs=2, eval_freq=0)
     updates = lines_of(train(f"{NAME},elbo", tmp_path, **how, **shallow), "update")
@@ -233,6 +237,7 @@ def test_the_old_policy_follows_its_schedule(kind, schedule, recorded):
             torch.testing.assert_close(after[f"old/{name}"], expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_policies_follow_each_by_its_own_schedule(shallow, tmp_path):
     how = dict(train__old_decay_schedule=0.5, train__sampler_decay_schedule=0.75, train__learning_rate=1e-3)
     how |= dict(num_epochs=2, eval_freq=0, save_freq=1, keep_checkpoints=9)

@@ -16,6 +16,7 @@ from flow_grpo.diffusers_patch.size import Size
 SMALL = 2e-3  # between our sampler and diffusers' own, by 8 bits of a channel
 
 
+@pytest.mark.slow
 def test_a_run_is_drawn_as_it_evaluates_before_and_after_training(recorded):
     folder = recorded("branches").folder
     rewards.register("redness", lambda images, prompts, metadata: images[:, 0].mean((1, 2)))

@@ -52,6 +52,7 @@ def of(prompts):
     return texts_of(prompts), [prompt.metadata for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_clean_pictures_earn_all_alone_too_and_other_words_little(score):
     images = torch.stack([picture(quoted(prompt).split()) for prompt in SAMPLE])
     found = score(images, *of(SAMPLE))
@@ -70,7 +71,9 @@ def test_clean_pictures_earn_all_alone_too_and_other_words_little(score):
     assert ocr.RANGE[0] <= scores.min() <= scores.max() <= ocr.RANGE[1]
 
 
-@pytest.mark.parametrize(("side", "ink", "paper"), [(64, "black", "white"), (512, "gold", "navy")])
+@pytest.mark.parametrize(
+    ("side", "ink", "paper"), [pytest.param(64, "black", "white", marks=pytest.mark.slow), (512, "gold", "navy")]
+)
 def test_any_size_and_colour(score, side, ink, paper):
     pictures = torch.stack([picture(target.split(), side, ink, paper) for target in TARGETS])
     assert scored(score, pictures, TARGETS)["score"].mean() >= 0.95

@@ -23,7 +23,10 @@ from flow_grpo.settings import config_files, table
 MODELS = [name for name in registry.names() if name != "qwenimage_edit"]
 
 
-@pytest.mark.parametrize("kind", ["window", "branches", "nft", "dpo", "online dpo"])
+@pytest.mark.parametrize(
+    "kind",
+    ["window", "branches", "nft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "online dpo"))],
+)
 def test_planned_forwards_are_those_of_a_run(recorded, kind):
     folder = recorded(kind).folder
     config = table.of_stored(json.loads((folder / "config.json").read_text()))

@@ -257,6 +257,7 @@ def test_a_negative_forward_without_gradients_changes_no_velocity_and_leaves_out
     assert torch.equal(model.velocity(x, timesteps, condition, 1.0, size), positive)
 
 
+@pytest.mark.slow
 def test_a_run_without_the_negatives_gradient_draws_the_same_images_and_has_another_gradient(how, tmp_path):
     updates = []
     for detached in (False, True):

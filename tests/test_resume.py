@@ -327,6 +327,7 @@ def test_renamed_folders_that_seem_to_come_from_each_other_have_an_origin(tmp_pa
     assert trackers.origin(tmp_path / "a") == "a"
 
 
+@pytest.mark.slow
 def test_an_unchanged_branch_repeats_its_parent_bit_for_bit(how, tmp_path):
     before, how = sums_of(tmp_path), how | dict(run_name="branch")
     branch = train(NAME, "runs", **how, resume_from=f"{RUN}/checkpoints/epoch_000001")
@@ -497,6 +498,7 @@ def test_each_file_that_is_read_of_a_lora_of_peft_has_a_digest(name, read_files,
         assert [file for file in now if before[file] != now[file]] == [name]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_data_set_where_accept_changes_says_so(shallow, tmp_path):
     dataset = tmp_path / "prompts"
     shutil.copytree(shallow["dataset"], dataset)

@@ -436,6 +436,7 @@ def test_a_filter_that_keeps_nothing_moves_no_weight_by_gradient_and_every_epoch
     assert [line.split(":")[0] for line in said] == ["epoch 1", "epoch 2"]
 
 
+@pytest.mark.slow
 def test_a_second_wait_in_an_epoch_adds_its_images_and_replaces_the_other_figures(shallow, tmp_path):
     """As a fork's rollout may wait for a part of its images. What is trained stays, bit for bit."""
     means = []
@@ -460,6 +461,7 @@ def test_a_second_wait_in_an_epoch_adds_its_images_and_replaces_the_other_figure
         assert ours["reward/avg"] != pytest.approx(mean)
 
 
+@pytest.mark.slow
 def test_a_server_trains_the_same_weights_as_a_thread_and_no_token_is_stored(shallow, tmp_path, monkeypatch):
     """And scores the same evaluations."""
     token = secrets.token_hex()

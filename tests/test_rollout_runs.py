@@ -9,7 +9,9 @@ from flow_grpo import rewards
 from flow_grpo.run import sampling
 
 
-@pytest.mark.parametrize("name", ["shapes_qwenimage,guard", "shapes_qwenimage_pr"])
+@pytest.mark.parametrize(
+    "name", ["shapes_qwenimage_pr", pytest.param("shapes_qwenimage,guard", marks=pytest.mark.slow)]
+)
 def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(name, shallow, tmp_path, monkeypatch):
     """Wrong ones end a run (test_parity.py); recomputing them cures it, and says how wrong they were."""
     plain = sampling.from_trace
@@ -81,6 +83,7 @@ def test_advantages_and_the_gradients_norm_count_up_to_their_bounds(shallow, tmp
     assert norm > 1e-5
 
 
+@pytest.mark.slow
 def test_with_one_baseline_for_all_groups_that_score_alike_are_compared_with_each_other(shallow, tmp_path, monkeypatch):
     def length(images, prompts, metadata):
         return torch.tensor([float(len(prompt)) for prompt in prompts])
@@ -96,7 +99,11 @@ def test_with_one_baseline_for_all_groups_that_score_alike_are_compared_with_eac
 
 
 @pytest.mark.parametrize(
-    "how", [dict(sde_window_size=0), dict(same_latent=True, noise_level=0.01)], ids=["own", "shared"]
+    "how",
+    [
+        pytest.param(dict(sde_window_size=0), id="own"),
+        pytest.param(dict(same_latent=True, noise_level=0.01), id="shared", marks=pytest.mark.slow),
+    ],
 )
 def test_an_epoch_draws_noise_of_its_own(how, tmp_path):
     """The same prompt under the same weights: with noise in every step, or from one start with little after it."""

@@ -19,6 +19,7 @@ def by_number(samples):
     return torch.stack([latents[image] for image in range(len(latents))])
 
 
+@pytest.mark.slow
 def test_the_best_and_the_worst_scouts_of_each_prompt_are_drawn_again_from_their_own_noises(tmp_path):
     """With a random window for every batch, whose groups are two batches each; by scouts that are as exact as they."""
     how = SCOUTS | dict(sample__batch_size=2, sample__num_prompts_per_epoch=3, sample__scout_ratio=0.0)

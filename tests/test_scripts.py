@@ -124,6 +124,7 @@ def test_teachers_are_looked_at_before_a_run_has_a_folder_and_weights(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_student_comes_near_to_its_teacher_and_of_several_learns_the_mean(shallow, tmp_path):
     alike = dict(reward_fn__shapes=1.0, reward_fn__brightness=0.0)  # no shapes are drawn: 0 for all images
 
@@ -219,6 +220,7 @@ def test_a_run_with_branches_logs_each_step_and_draws_the_branches_of_a_trunk(re
     assert list(sheets.group_sheets(evaluated_seldom, "groups")) == [0], "as often as a run evaluates"
 
 
+@pytest.mark.slow
 def test_the_printed_reward_rises_by_updates_of_an_epochs_gradients_alone(capsys, monkeypatch):
     """-1.32 to -1.04 in 4 epochs; with the advantages' sign turned round it falls."""
     add_gradients = minimal_grpo.add_gradients

@@ -43,6 +43,7 @@ def test_the_shipped_weights_fit_into_a_megabyte():
     assert shapes_proxy.WEIGHTS.stat().st_size < 1e6
 
 
+@pytest.mark.slow
 def test_it_follows_the_rule_on_renders_and_on_images_of_the_tiny_model(score_pixels, rendered):
     asked, images = rendered
     # Pictures are judged by their own prompts and by others of the same kind.
@@ -144,6 +145,7 @@ def test_prompts_that_the_rule_cannot_read_are_refused():
     )
 
 
+@pytest.mark.slow
 def test_the_builder_gives_the_same_weights_again(tmp_path, capsys):
     sizes = ["--renders=12", "--samples=6", "--steps=2", "--held_out=12"]
     for name in ("one", "two"):

@@ -130,6 +130,7 @@ if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$(dirname "$0")/said
 """
 
 
+@pytest.mark.slow
 def test_a_job_of_slurm_whose_time_is_nearly_over_saves_the_run_and_requeues_itself(tmp_path):
     """With an srun of one task, and a scontrol that writes down what it is told."""
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():

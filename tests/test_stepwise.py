@@ -91,7 +91,7 @@ def finished_in(model, rows):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("rows", COMPARED)
+@pytest.mark.parametrize("rows", [pytest.param(4, marks=pytest.mark.slow), 16])
 def test_forty_requests_of_all_kinds_become_what_they_would_alone_bit_for_bit(rows):
     """As many copies of a request as a forward has rows, together, have forwards of its shape. None is decoded, which
     takes longer than all forwards."""
@@ -111,7 +111,9 @@ def test_forty_requests_of_all_kinds_become_what_they_would_alone_bit_for_bit(ro
                 assert torch.equal(part, part_of_copies[: len(part)]), number
 
 
-@pytest.mark.parametrize("name", [",fast", "_pr", "_dpo,online"])
+@pytest.mark.parametrize(
+    "name", [",fast", *(pytest.param(name, marks=pytest.mark.slow) for name in ("_pr", "_dpo,online"))]
+)
 def test_what_is_decoded_together_changes_nothing(name, shallow, tmp_path):
     """Neither rewards, nor losses, nor the statistics of groups whose images were decoded apart."""
     lines = {}
@@ -136,6 +138,7 @@ def test_what_is_decoded_together_changes_nothing(name, shallow, tmp_path):
     assert keys <= logged
 
 
+@pytest.mark.slow
 def test_a_windows_other_steps_have_more_rows_to_a_forward_up_to_the_epochs_images(shallow, tmp_path, monkeypatch):
     """16 images of 4 steps, of which 1 and 2 are noisy; all log-probs are the update's."""
     num_forwards = []
@@ -156,6 +159,7 @@ def test_a_windows_other_steps_have_more_rows_to_a_forward_up_to_the_epochs_imag
     assert num_forwards == [4 * 4, 2 * 4 + 2 * 2, 2 * 4 + 2 * 1]
 
 
+@pytest.mark.slow
 def test_an_epochs_images_cannot_be_drawn_with_two_policies(tmp_path, monkeypatch):
     """Whoever updates while requests are in flight is told so, before a row of the older weights is used."""
     plain = train_qwenimage_pr.to_rollout

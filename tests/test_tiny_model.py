@@ -36,6 +36,7 @@ def test_shipped_fits_into_10_mb(shipped):
     assert sum(file.stat().st_size for file in SHIPPED.rglob("*") if file.is_file()) <= 10e6
 
 
+@pytest.mark.slow
 def test_shipped_latent_statistics_are_the_vaes_own(shipped, held_out):
     config = shipped.vae.config
     prompts = draw_shapes.balanced(held_out, 240)
@@ -46,11 +47,13 @@ def test_shipped_latent_statistics_are_the_vaes_own(shipped, held_out):
     torch.testing.assert_close((mean - torch.tensor(config.latents_mean)) / std, torch.zeros(16), rtol=0, atol=0.2)
 
 
+@pytest.mark.slow
 def test_shipped_vae_keeps_what_the_detector_reads(shipped, held_out):
     measured = build.reconstruction(shipped.vae, draw_shapes.balanced(held_out, 150), torch.Generator().manual_seed(2))
     assert measured["reconstructions"]["all"] >= 0.97, measured
 
 
+@pytest.mark.slow
 def test_shipped_base_is_right_about_half_the_time(shipped, held_out):
     prompts = draw_shapes.balanced(held_out, 72)
     measured = draw_shapes.accuracy(build.sample(shipped, prompts, seed=3), prompts)
