@@ -32,6 +32,7 @@ from flow_grpo.run.startup import start
 from flow_grpo.run.update import (
     backward,
     optimizer_step,
+    pull,
     recompute_log_probs,
     recompute_steps,
     record_ratios,
@@ -106,7 +107,7 @@ def add_gradients(run: Run, rows: StepRows) -> None:
     if reference is not None:
         kl = losses.gaussian_kl(step.prev_sample_mean, reference.prev_sample_mean, step.transition_std)
         run.meter.add(kl_reference=kl)
-        loss = loss + train.beta * kl
+        loss = loss + pull(run, rows, kl)
 
     # Logged. Before the epoch's first optimizer step, optimizer_step ends the run unless all are 0. An objective of
     # one's own may have no ratio: then the difference of the log-probs stands in.
@@ -134,6 +135,7 @@ def main(
         scores = rewards.wait(run, epoch, submitted)
         recompute_log_probs(run, stored)  # with train.old_log_prob "recompute"; else they are those of the rollout
         stored.advantages, stored.loss_weight = advantages(run, scores)
+        stored.beta_gate = rewards.beta_gate(run, scores)  # with train.beta_gate; else every image is pulled
 
         # Make the noisy steps of better images more likely, those of worse ones less.
         with run.board.timed("update"):

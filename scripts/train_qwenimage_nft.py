@@ -34,7 +34,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
-from flow_grpo.run.update import backward, optimizer_step, record_by_step, updates
+from flow_grpo.run.update import backward, optimizer_step, pull, record_by_step, updates
 from flow_grpo.settings import declared
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 
@@ -153,13 +153,13 @@ def add_gradients(run: Run, rows: ImageRows) -> None:
     run.meter.add(policy_loss=loss, old_distance=old_distance, **surrogate.metrics)
     record_by_step(run, rows, policy_loss=loss, old_distance=old_distance.flatten(1).mean(1))
     if reference is not None:
-        loss = loss + train.beta * pull_to_reference(run, rows, velocity, reference)
+        loss = loss + pull(run, rows, distance_that_counts(run, rows, velocity, reference))
     if surrogate.log_ratio is not None:
         record_forward_ratios(run, surrogate.log_ratio.detach(), surrogate.beyond)
     backward(run, loss, rows)
 
 
-def pull_to_reference(run: Run, rows: ImageRows, velocity: Tensor, reference: Tensor) -> Tensor:
+def distance_that_counts(run: Run, rows: ImageRows, velocity: Tensor, reference: Tensor) -> Tensor:
     """Distance to the reference's velocity for each row, [R], before train.beta; with train.adaptive_beta it counts
     less the better the image is."""
     train = run.config.train
@@ -219,6 +219,7 @@ def main(
         stored, submitted = rollout(run, epoch)
         scores = rewards.wait(run, epoch, submitted)
         stored.advantages, stored.loss_weight = advantages(run, scores)
+        stored.beta_gate = rewards.beta_gate(run, scores)  # with train.beta_gate; else every image is pulled
 
         # Fit good images, and with the reflected policy bad ones.
         with run.board.timed("update"):

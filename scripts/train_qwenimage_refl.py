@@ -134,6 +134,10 @@ def add_gradients(run: Run, drawn: DrawnImages, gradient: Tensor) -> None:
         if reference is None:
             return velocity, 0.0
         distance = reference_distance(run.meter, velocity, reference)
+        if run.config.train.beta_gate:
+            assert drawn.beta_gate is not None, "`score` makes it"
+            distance = drawn.beta_gate * distance
+            run.meter.add(beta_gate_share=drawn.beta_gate, gated_distance=distance)
         return velocity, drawn.share * beta * distance.sum() / num_velocities
 
     backpropagate(drawn.path, drawn.states, gradient, recompute)
@@ -186,8 +190,8 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, scrip
 
                 # From the latents back to the weights.
                 with run.board.timed("update"):
-                    add_gradients(run, drawn, scored.gradient)
-                    for again in noised_anew(run, epoch, drawn):
+                    add_gradients(run, scored.drawn, scored.gradient)
+                    for again in noised_anew(run, epoch, scored.drawn):
                         add_gradients(run, again, reward_gradients.score(run, loaded, again).gradient)
             with run.board.timed("update"):
                 reward_gradients.check_parity(run)

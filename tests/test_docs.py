@@ -169,6 +169,7 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "Schedules 0 and 2 are refused for": ("test_refusals.py", "75 updates"),
     "Settings of noise, windows and ratios are refused": ("test_config.py", "def test_a_script_refuses_exactly"),
     "a resumed run refuses other files": ("test_resume.py", '"train.teachers"])'),
+    "without such a reward the gate is refused": ("test_refusals.py", '"set config.eval.rewards"'),
     "`train.clip_range` is refused": ("test_refusals.py", "\"objective 'dppo'\""),
     "A flag that is empty, has a value twice": ("test_evaluation.py", '"--out is empty"'),
     "is no choice and is refused": ("test_refusals.py", "step_weight is ''"),

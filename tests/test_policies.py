@@ -123,11 +123,24 @@ def test_a_moving_reference_is_the_policy_of_the_last_interval_and_guided_only_a
     for step in range(1, 5):
         move(fsdp_utils.trainable_parameters(transformer).values())
         seen.append(velocity(transformer))
-        reference.follow(step)
+        reference.follow(step, distance=1.0)
         with reference.applied():
             assert torch.equal(velocity(transformer), base if step < 2 else seen[1] if step < 4 else seen[3])
         assert torch.equal(velocity(transformer), seen[-1])
         assert reference.guidance(1.5) == (3.0 if step < 2 else 1.5)
+
+
+def test_a_reference_with_a_limit_moves_after_steps_that_were_further_away(base):
+    transformer = pipeline_with(lora(4)).transformer
+    reference = policies.Reference(transformer, kl_limit=0.5)
+    assert reference.state_dict()
+    for distance, num_moves in ((0.5, 0), (0.6, 1), (0.1, 1), (0.7, 2)):
+        move(fsdp_utils.trainable_parameters(transformer).values())
+        reference.follow(4, distance)
+        assert reference.num_moves == num_moves
+        with reference.applied():
+            of_reference = velocity(transformer)
+        assert torch.equal(of_reference, velocity(transformer)) == (distance > 0.5)
 
 
 def test_an_adapters_first_weights_follow_from_seed_and_name():

@@ -76,7 +76,7 @@ AT_THEIR_DEFAULT = {
     table.NFT: FINGERPRINT | SAMPLER | {"sample.num_branches", "train.objective"},
     table.DPO: SAMPLER
     | {"train.teachers", "sample.baseline"}
-    | {"train.beta", "train.reference_guidance_scale", "train.reward_aggregation"},
+    | {"train.beta", "train.reference_guidance_scale", "train.reference_kl", "train.reward_aggregation"},
     table.DISTILL: PLAN
     | {
         "train.objective",

@@ -32,6 +32,7 @@ class Minibatch:
     timesteps: Tensor  # [R] f32
     advantages: Tensor  # [R * J] f32
     loss_weight: Tensor  # [R * J] f32
+    beta_gate: Tensor | None  # [R * J] f32, weight in the pull to the reference; None = 1
 
 
 @dataclass
@@ -75,6 +76,7 @@ class Rollout(ABC, Generic[Rows]):
     timesteps: Tensor  # [B, K] f32, scheduler units (1000 * sigma)
     advantages: Tensor = field(init=False)  # [B] of images or [B, K, J] of outcomes, f32; NaN until rewards are there
     loss_weight: Tensor = field(init=False)  # like advantages, mean 1 over all ranks; 0 for what is masked or filtered
+    beta_gate: Tensor | None = field(init=False, default=None)  # like advantages; None without train.beta_gate
 
     def __post_init__(self) -> None:
         self.advantages = self.timesteps.new_full([len(self.timesteps)], math.nan)
@@ -107,6 +109,7 @@ class Rollout(ABC, Generic[Rows]):
             timesteps=self.timesteps[at.images, at.steps],
             advantages=_take_outcomes(self.advantages, at),
             loss_weight=_take_outcomes(self.loss_weight, at),
+            beta_gate=None if self.beta_gate is None else _take_outcomes(self.beta_gate, at),
         )
 
     @abstractmethod

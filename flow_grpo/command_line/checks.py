@@ -167,6 +167,11 @@ def _check_meaning(config: Config) -> None:
             f"config.health.action is 'roll_back', but with config.eval_freq {config.eval_freq} and "
             f"config.eval.num_prompts {config.eval.num_prompts} no evaluation says to what; set both"
         )
+    if config.train.beta_gate and not config.watched_rewards:
+        raise UserError(
+            f"config.train.beta_gate is {config.train.beta_gate}, but every reward is trained on, so none tells which "
+            "images are overrated; set config.eval.rewards to others, such as ('shapes',) beside 'shapes_proxy'"
+        )
     check_noise_level(config.sample.noise_level, config.sample.sde_type, "config.sample.noise_level")
     _check_schedule("old_decay_schedule", config.train.old_decay_schedule)
     if config.train.sampler_decay_schedule != -1:

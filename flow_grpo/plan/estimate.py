@@ -129,7 +129,7 @@ def _state_bytes(config: Config) -> int:
         total += 4  # the old policy
         if config.train.sampler_decay_schedule >= 0:
             total += 4
-    if config.train.reference_interval or (config.train.beta and not config.lora.rank):
+    if config.train.moves_reference or (config.train.beta and not config.lora.rank):
         total += 4
     return total
 

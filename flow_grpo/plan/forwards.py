@@ -35,7 +35,7 @@ def of_epoch(config: Config, plan: BatchPlan, family: type[FlowModel]) -> Forwar
     update_scale = config.train.guidance_scale or config.sample.guidance_scale
     # A reference that moves is guided as the policy, from its first move on.
     reference_scale = update_scale
-    if not config.train.reference_interval:
+    if not config.train.moves_reference:
         reference_scale = config.train.reference_guidance_scale or update_scale
     if config.algorithm == table.DPO:
         # Pairs are compared without guidance.

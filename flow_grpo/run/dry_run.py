@@ -273,7 +273,7 @@ def _state_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
     """Bytes of a training state: weights, their two moments and their average, the policies that the script keeps, and
     the reference if it moves."""
     copies = 4 + num_extra
-    if config.train.reference_interval:
+    if config.train.moves_reference:
         copies += 1
     return copies * policy_bytes
 

@@ -5,13 +5,14 @@ meanwhile: the gradient by the latents is all that is left of them when the tran
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flow_grpo import rewards as reward_files
+from flow_grpo.algorithms.disagreement import overrated
 from flow_grpo.algorithms.ratio_statistics import ParityError
 from flow_grpo.algorithms.reward_gradients import PathStep, reward_loss
 from flow_grpo.algorithms.rollout import TrainedRows
@@ -59,6 +60,7 @@ class DrawnImages:
     x_0: Tensor  # [B, ...] f32, what is decoded and scored
     loss_weight: Tensor  # [B] f32
     share: float  # of this record in the gradient of its batch: less than 1 where images are noised anew
+    beta_gate: Tensor | None = None  # [B] f32, weight in the pull to the reference; None = 1
 
 
 class Scored(NamedTuple):
@@ -66,6 +68,7 @@ class Scored(NamedTuple):
 
     gradient: Tensor  # [B, ...] f32, of the update's mean loss by x_0
     submitted: rewards.Submitted  # for the epoch's metrics
+    drawn: DrawnImages  # with what train.beta_gate lets pull
 
 
 def check(config: Config) -> None:
@@ -134,7 +137,23 @@ def score(run: Run, loaded: Rewards, drawn: DrawnImages) -> Scored:
         return {name: torch.cat(parts).cpu() for name, parts in scores.items()}
 
     samples = Samples(torch.cat(images), drawn.x_0, trace=[])
-    return Scored(gradient, rewards.submit(run, samples, drawn.batch, scores=on_cpu))
+    submitted = rewards.submit(run, samples, drawn.batch, scores=on_cpu)
+    # An image that is noised anew has the gate of the image that was drawn.
+    if run.config.train.gates_the_pull and drawn.beta_gate is None:
+        drawn = replace(drawn, beta_gate=_beta_gate(run, drawn, samples.images))
+    return Scored(gradient, submitted, drawn)
+
+
+def _beta_gate(run: Run, drawn: DrawnImages, images: Tensor) -> Tensor:
+    """Return which of a batch's images [B, 3, H, W] are pulled to the reference, [B], 1 or 0.
+
+    Rewards that are not trained on need no gradient, and are waited for. Images are compared within their batch.
+    """
+    config = run.config
+    scores = run.pool.submit(images, drawn.batch.prompts, everything=True)()
+    others = [scores[name] for name in config.watched_rewards]
+    one_group = torch.zeros(len(drawn.batch.prompts), dtype=torch.int64)
+    return overrated(scores["avg"], others, one_group, config.train.beta_gate).float().to(run.device)
 
 
 def score_images(loaded: Rewards, images: Tensor, prompts: list[Prompt]) -> dict[str, Tensor]:
@@ -169,8 +188,9 @@ def record_loss(run: Run) -> None:
     `optimizer_step`."""
     # Ranks have equally many images and steps, so that the mean of their means is that of all.
     loss = run.meter.mean("policy_loss")
-    if "reference_distance" in run.meter.sums:
-        loss = loss + run.config.train.beta * run.meter.mean("reference_distance")
+    distance = "gated_distance" if "gated_distance" in run.meter.sums else "reference_distance"
+    if distance in run.meter.sums:
+        loss = loss + run.config.train.beta * run.meter.mean(distance)
     run.meter.add(loss=loss)
 
 

@@ -16,6 +16,7 @@ from flow_grpo.algorithms.advantages import (
     has_signal,
     stats_of_sum,
 )
+from flow_grpo.algorithms.disagreement import overrated
 from flow_grpo.base import distributed
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.base.prompt import captions_of
@@ -87,7 +88,9 @@ def submit(
         for prompt in batch.prompts:
             prompts += [prompt] * images_per_row
         with run.board.timed("reward"):
-            scores = run.pool.submit(samples.images.flatten(0, -4), prompts)
+            # Rewards that are not trained on are the gate's second opinion.
+            everything = run.config.train.gates_the_pull
+            scores = run.pool.submit(samples.images.flatten(0, -4), prompts, everything)
     latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
     # The epoch's first image is on the main rank, which draws the sheet.
     shown = []
@@ -385,3 +388,14 @@ def advantages(run: Run, rewards: Rewards) -> tuple[Tensor, Tensor]:
         loss_weight[scored] *= has_signal(scores, weights, groups, config.train.reward_aggregation)
     loss_weight /= loss_weight.mean().clamp(min=1 / len(loss_weight))
     return rewards.local(values, run.device), rewards.local(loss_weight, run.device)
+
+
+def beta_gate(run: Run, rewards: Rewards) -> Tensor | None:
+    """Return which of this rank's images [B] or outcomes [B, K, J] are pulled to the reference: 1 for those that the
+    trained rewards overrate most by train.beta_gate, else 0; None where it is 0."""
+    config = run.config
+    if not config.train.gates_the_pull:
+        return None
+    others = [rewards.scores[name] for name in config.watched_rewards]
+    is_pulled = overrated(rewards.scores["avg"], others, rewards.groups, config.train.beta_gate)
+    return rewards.local(is_pulled.float(), run.device)

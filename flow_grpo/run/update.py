@@ -165,6 +165,16 @@ def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs) -> None:
         run.meter.add(advantage_abs_mean=rows.advantages.abs(), advantage_positive_share=rows.advantages > 0)
 
 
+def pull(run: Run, rows: Minibatch, distance: Tensor) -> Tensor:
+    """Return the loss of distances to the reference [R * J]: train.beta times those that train.beta_gate lets pull."""
+    train = run.config.train
+    if not train.beta_gate:
+        return train.beta * distance
+    assert rows.beta_gate is not None, "`main` asks rewards.beta_gate for it"
+    run.meter.add(beta_gate_share=rows.beta_gate)
+    return train.beta * rows.beta_gate * distance
+
+
 def optimizer_step(run: Run) -> None:
     """Average the gradients over the ranks, clip them, step, update the EMA, and log. Raises ParityError, or
     FloatingPointError for a loss or gradient that is not finite, before any weight is moved."""
@@ -184,10 +194,12 @@ def optimizer_step(run: Run) -> None:
     run.step += 1
     run.on_policy = False
     run.ema.update(run.step)
-    if run.reference:
-        run.reference.follow(run.step)
     run.trained_rows.clear()
     figures = run.meter.pop(distributed.over_ranks)
+    if run.reference:
+        run.reference.follow(run.step, figures.get("kl_reference", figures.get("reference_distance", 0.0)))
+        if run.reference.moves:
+            figures["reference_moves"] = run.reference.num_moves
     figures |= {"grad_norm": grad_norm.item(), "learning_rate": run.optimizer.param_groups[0]["lr"]}
     run.board.log("update", figures, epoch=run.epoch, step=run.step)
 

@@ -255,6 +255,16 @@ class Train(Section):
     reference_interval: int = setting(0, unit="updates", min=0, used_by=(*ONLINE, DPO, REFL), when=(("train.beta",),))
     """Let the policy become its own reference every N updates; 0 = never."""
 
+    reference_kl: float = setting(0.0, min=0, used_by=(*ONLINE, REFL), when=(("train.beta",),))
+    """Let the policy become its own reference after an update whose mean KL to it, or in train_*_nft.py and
+    train_*_refl.py mean squared distance, is above this; 0 = never."""
+
+    beta_gate: float = setting(
+        0.0, min=0, max=1, used_by=(*ONLINE, REFL), read_in="add_gradients", when=(("train.beta",),)
+    )
+    """Pull only images to the reference that the trained rewards rank higher than those of eval.rewards do, which are
+    then computed of training images, too: this fraction of all, those that differ most; 0 = pull every image."""
+
     adaptive_beta: bool = setting(False, used_by=(NFT,), read_in="add_gradients", when=(("train.beta",),))
     """Pull images to the reference by beta times 2 (1 - r), where r in [0, 1] is DiffusionNFT's of the advantage: the
     worst most, the best not at all."""
@@ -366,6 +376,16 @@ class Train(Section):
 
     ema_interval: int = setting(8, unit="updates", min=1)
     """Updates between averagings; before the first, the average is the weights."""
+
+    @property
+    def moves_reference(self) -> bool:
+        """Return whether the policy may become its own reference."""
+        return bool(self.reference_interval or self.reference_kl)
+
+    @property
+    def gates_the_pull(self) -> bool:
+        """Return whether only some images are pulled to the reference."""
+        return self.beta > 0 and self.beta_gate > 0
 
 
 @dataclass(frozen=True)

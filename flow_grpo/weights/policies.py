@@ -201,28 +201,38 @@ def _merged_layer(layer: Any, fp8: bool) -> nn.Module:
 
 
 class Reference:
-    """Policy that the trained one is held to: the first one or, with an interval, the trained policy as it was after
-    the last multiple of `interval` optimizer steps.
+    """Policy that the trained one is held to: the first one or, where it moves, the trained policy as it was after the
+    last multiple of `interval` optimizer steps, or after the last one that left it too far away.
 
-    A fresh LoRA adapter without an interval needs no memory for it: the reference is the base. Otherwise the trained
-    weights are copied in their own layout (sharded ones stay sharded).
+    A fresh LoRA adapter whose reference never moves needs no memory for it: the reference is the base. Otherwise the
+    trained weights are copied in their own layout (sharded ones stay sharded).
 
     Args:
+        interval: optimizer steps; 0 = no such moves.
+        kl_limit: distance of an optimizer step's rows above which the reference moves; 0 = no such moves.
         guidance_scale: of the first reference; None = the policy's. A later reference is the policy as it was trained,
             so it has the policy's guidance.
         fresh: the adapter is new, so that the first reference is the base.
     """
 
     def __init__(
-        self, transformer: nn.Module, *, interval: int = 0, guidance_scale: float | None = None, fresh: bool = True
+        self,
+        transformer: nn.Module,
+        *,
+        interval: int = 0,
+        kl_limit: float = 0.0,
+        guidance_scale: float | None = None,
+        fresh: bool = True,
     ):
         self.transformer = transformer
         self.interval = interval
+        self.kl_limit = kl_limit
+        self.moves = bool(interval or kl_limit)
         self.guidance_scale = guidance_scale
         self.num_moves = 0  # times that it has become the policy
         self.is_fresh = bool(fresh and adapted_layers(transformer))
         self.copy: Ema | None = None
-        if interval or not self.is_fresh:
+        if self.moves or not self.is_fresh:
             self.copy = Ema(fsdp_utils.trainable_parameters(transformer))
 
     def applied(self) -> AbstractContextManager:
@@ -235,9 +245,16 @@ class Reference:
             return policy_scale
         return self.guidance_scale
 
-    def follow(self, step: int) -> None:
-        """Call after every optimizer step with the number taken so far."""
-        if self.copy and self.interval and step % self.interval == 0:
+    def follow(self, step: int, distance: float) -> None:
+        """Call after every optimizer step.
+
+        Args:
+            step: number of steps taken so far.
+            distance: mean of this step's rows from the reference, the same on all ranks.
+        """
+        is_due = self.interval > 0 and step % self.interval == 0
+        is_far = self.kl_limit > 0 and distance > self.kl_limit
+        if self.copy and (is_due or is_far):
             self.num_moves += 1
             self.copy.move(1.0)
 
@@ -256,4 +273,4 @@ class Reference:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live tensors that a checkpoint has to keep: none while the reference is the first policy."""
-        return self.copy.state_dict() if self.copy and self.interval else {}
+        return self.copy.state_dict() if self.copy and self.moves else {}
