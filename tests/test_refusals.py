@@ -282,7 +282,12 @@ COMMAND_LINES = [
     ("actor_rollout_ref.rollout.n=8", "means nothing", "config.sample.num_images_per_prompt", "coming_from.md"),
     ("--config=config/dgx.py:pickscore_qwenimage_pr", "'config/dgx.py'", "are in config/grpo.py"),
     ("--config.num_epochs=many", "config.num_epochs is 'many'", "whole number"),
-    ("--config=config/nothing.py:a", "'config/nothing.py'", "config/dpo.py, config/grpo.py, config/nft.py"),
+    (
+        "--config=config/nothing.py:a",
+        "'config/nothing.py'",
+        "config/dpo.py, config/grpo.py, config/nft.py, config/refl.py",
+    ),
+    ("--config=/no/such:folder/file.py:a", "'/no/such:folder/file.py', which is not there"),
     ("--config=config/grpo.py:shapes_qwenimag", "'shapes_qwenimag'", "nearest: shapes_qwenimage"),
     ("--config=config/grpo.py:shapes_qwenimage,smok", "'smok'", "smoke"),
     ("--config=config/grpo.py:,smoke", "run ''", "shapes_qwenimage"),
@@ -331,6 +336,18 @@ def test_an_unknown_key_in_a_run_is_answered_with_the_right_one_and_a_bug_keeps_
         rows.append((line, made(line), [error.__name__], error))
         assert "mine.py" not in otherwise(made(line), ["no such word"], error), line
     assert_refused(rows)
+
+
+@pytest.mark.parametrize("folder", ["plain", "with:colon", "with:two:colons"])
+def test_a_name_follows_the_last_colon_since_folders_have_colons_too(folder, tmp_path):
+    (tmp_path / folder).mkdir()
+    file = tmp_path / folder / "mine.py"
+    file.write_text(
+        "from flow_grpo.settings.table import default_config\n\n\ndef get_config(name=''):\n"
+        "    config = default_config()\n    config.name = name or 'of_the_file'\n    return config\n"
+    )
+    assert config_files.load(str(file)).name == "of_the_file"
+    assert config_files.load(f"{file}:mine").name == "mine"
 
 
 def test_variants_that_a_file_does_not_look_at_are_refused(tmp_path):

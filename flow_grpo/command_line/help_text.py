@@ -56,7 +56,8 @@ def _section(name: str) -> str:
 
 def _list(file: str) -> str:
     """Runs and variants of a config file, with the first paragraph of what they say of themselves."""
-    path = config_files.find(file.partition(":")[0])
+    file, _ = config_files.parts(file)
+    path = config_files.find(file)
     module = config_files.module_of(path)
     parts = []
     for title, name in (("runs", "RUNS"), ("variants, of any of them: NAME,VARIANT,...", "VARIANTS")):
@@ -79,7 +80,7 @@ def origins(file: str, config: ConfigDict) -> dict[str, str]:
         file: FILE:NAME,VARIANT,... of the command line.
         config: the final one, with the command line's changes.
     """
-    path, _, names = file.partition(":")
+    path, names = config_files.parts(file)
     stages = [("the default", table.default_config())]
     if names:
         # NAME, then NAME,VARIANT and so on: each differs from the one before by what its last word sets.

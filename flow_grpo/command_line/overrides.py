@@ -50,7 +50,7 @@ def split(arguments: Sequence[str], default: str) -> tuple[str, list[str]]:
 
 def before_smoke(file: str) -> ConfigDict | None:
     """The config of FILE:NAME,VARIANT,... without its variant smoke; None where it has none."""
-    path, _, name = file.partition(":")
+    path, name = config_files.parts(file)
     run, *variants = name.split(",")
     if "smoke" not in variants:
         return None

@@ -24,6 +24,7 @@ from flow_grpo import rewards
 from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.command_line import overrides
+from flow_grpo.settings import config_files
 from flow_grpo.settings.sections import Config
 
 FILE = "run.json"
@@ -165,7 +166,7 @@ def _own_files(config: Config) -> dict[str, Path]:
     """Return the code of a run outside of the package by its names in source/: the script, the config file, the model's
     class, the files of rewards, and what was imported from the folders of all these."""
     candidates = [rewards.reward_file(name) for name in {*config.reward_fn, *config.eval.rewards}]
-    config_file, _, _ = overrides.split(sys.argv[1:], "")[0].partition(":")
+    config_file, _ = config_files.parts(overrides.split(sys.argv[1:], "")[0])
     model_module, _, _ = config.model_class.partition(":")
     candidates += [Path(config_file), Path(sys.argv[0])]
     if model_module in sys.modules:

@@ -91,12 +91,23 @@ def _answer(words: str) -> str:
     return unknown_names.answer(refused[1], called=repr(refused[1])) if refused else words
 
 
+def parts(text: str) -> tuple[str, str]:
+    """Split FILE:NAME,VARIANT,... into FILE and NAME,VARIANT,...; the latter is "" where there is none.
+
+    The name follows the last colon, since folders may have colons in their names, too.
+    """
+    file, colon, name = text.rpartition(":")
+    if not colon or "/" in name:
+        return text, ""
+    return file, name
+
+
 def load(text: str) -> ConfigDict:
     """The config that FILE or FILE:NAME,VARIANT,... names; see `find` for FILE. Raises UserError: no such file, or one
     without get_config(), or whose get_config() looks at no variants."""
-    file, colon, name = text.partition(":")
+    file, name = parts(text)
     path = find(file)
-    if colon and not name:
+    if text.endswith(":"):
         raise UserError(f"{text} names no run; --list shows all of {file}")
     get_config = getattr(module_of(path), "get_config", None)
     if get_config is None:
@@ -145,11 +156,15 @@ def find(file: str) -> Path:
     for path in (Path(file), CHECKOUT / file):
         if path.is_file():
             return path
-    published = "config/dpo.py, config/grpo.py, config/nft.py"
+    looked_in = f"neither in {Path.cwd()} nor in {CHECKOUT}"
+    if Path(file).is_absolute() or Path.cwd() == CHECKOUT:
+        looked_in = "not there"
+    published = []
+    for path in sorted(CHECKOUT.glob("config/*.py")):
+        if "def get_config(" in path.read_text():
+            published.append(shown(path))
     same = "; the runs of TempFlow-GRPO's dgx.py are in config/grpo.py" if Path(file).name == "dgx.py" else ""
-    raise UserError(
-        f"--config names {file!r}, which is neither in {Path.cwd()} nor in {CHECKOUT}; there are {published}{same}"
-    )
+    raise UserError(f"--config names {file!r}, which is {looked_in}; there are {', '.join(published)}{same}")
 
 
 def module_of(path: Path) -> ModuleType:
