@@ -11,9 +11,9 @@ It runs the script's own `main` and reads the epoch's line of metrics.jsonl; the
 counted, and nothing is saved. All images are of the data set's longest prompt, so that no rank compiles another width
 of text in the second. Rates and memory are one GPU's, images those of all. `full` is the model as published
 (transformer, VAE and text encoders of the real sizes, bf16) with random weights, at the config's resolution, steps,
-guidance and LoRA rank, with the prompts and reward of the shapes task. The limit holds from the first forward on: the
-random weights before it come about on the GPU, where those of a real run may never be. With `--folder` weights are read
-as in a real run. `first_update_s` counts from the process's start.
+guidance and LoRA rank, with the prompts and reward of the shapes task, which in train_*_refl is `shapes_proxy`. The
+limit holds from the first forward on: the random weights before it come about on the GPU, where those of a real run may
+never be. With `--folder` weights are read as in a real run. `first_update_s` counts from the process's start.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.monitoring import model_card
-from flow_grpo.run import loop, update
+from flow_grpo.run import loop, reward_gradients, update
 from flow_grpo.settings import config_files
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts", "tools"))
@@ -53,13 +53,18 @@ sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scri
 from build_random_pipeline import OTHERS
 from random_model import full_config, random_folder, random_model, registered
 
-from config import dpo, grpo, nft
+from config import dpo, grpo, nft, refl
 
+# Algorithms by the ends of scripts' names, and the config file of those that have one of their own.
+KINDS = ("", "pr", "nft", "dpo", "refl")
+OWN_FILE = ("nft", "dpo", "refl")
+# Largest difference between rollout and update, of log-probs or of velocities.
+GAPS = ("parity/log_prob_abs_diff_max", reward_gradients.PARITY)
 KEPT = ("images_per_s", "batch_occupancy")
 
 
 def config_of(name: str, kind: str = "pr"):
-    file = kind if kind in ("nft", "dpo") else "grpo"
+    file = kind if kind in OWN_FILE else "grpo"
     return config_files.load(f"config/{file}.py:{name}")
 
 
@@ -279,10 +284,10 @@ def figures_of(rows: list[dict], work: Work) -> dict:
         "first_update_s": work.first_update_s,
     }
     figures |= work.collectives.figures
-    gap = "parity/log_prob_abs_diff_max"
-    gaps = [row[gap] for row in rows if gap in row]
-    if gaps:
-        figures[gap] = max(gaps)
+    for gap in GAPS:
+        gaps = [row[gap] for row in rows if gap in row]
+        if gaps:
+            figures[gap] = max(gaps)
     for name, value in last.items():
         if name.startswith(("time/", "memory/")) or name in KEPT:
             figures[name] = value
@@ -307,13 +312,14 @@ def setup(args) -> tuple[str, type[FlowModel], ConfigDict]:
     """Return the script that is run, the model, and the config with its changes."""
     run = args.script.removeprefix("train_")
     last_word = run.rpartition("_")[2]
-    kind = last_word if last_word in ("pr", "nft", "dpo") else ""
+    kind = last_word if last_word in KINDS else ""
     name = run.removesuffix(f"_{kind}")
     if args.size == "full":
         family, config = full_setup(args, name, run, kind)
     else:
         family = model_classes.by_name(name)
-        config = config_of(f"shapes_{run}{args.variants}", kind)
+        task = "shapes_proxy" if kind == "refl" else "shapes"
+        config = config_of(f"{task}_{run}{args.variants}", kind)
     changes = {key: yaml.safe_load(value) for key, value in changes_of(args).items()}
     config.update_from_flattened_dict(changes)
     return f"train_qwenimage_{kind}".rstrip("_"), family, config
@@ -376,7 +382,7 @@ def main(args):
 def run_name(run: str) -> str:
     """Return the published run of a model and algorithm, such as pickscore_sd3_nft; "" = there is none."""
     names = []
-    for module in (grpo, nft, dpo):
+    for module in (grpo, nft, dpo, refl):
         names += [known.__name__ for known in module.RUNS]
     for name in (f"pickscore_{run}", f"editreward_{run}"):
         if name in names:
@@ -388,9 +394,10 @@ def script_names() -> list[str]:
     """Return the choices of --script: each model with each algorithm that has a published run."""
     scripts = []
     for model in (*registry.names(), *OTHERS):
-        for kind in ("", "_pr", "_nft", "_dpo"):
-            if run_name(f"{model}{kind}"):
-                scripts.append(f"train_{model}{kind}")
+        for kind in KINDS:
+            name = "_".join(filter(None, [model, kind]))
+            if run_name(name):
+                scripts.append(f"train_{name}")
     return scripts
 
 

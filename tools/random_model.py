@@ -101,6 +101,7 @@ def full_config(config, kind: str, edits: bool = False):
     config.text_tokens = 256 if edits else 48
     task = "edits" if edits else "shapes"
     config.dataset = f"dataset/{task}"
-    config.reward_fn = {task: 1.0}
-    config.sample.num_prompts_per_epoch = {"pr": 1, "nft": 1, "dpo": 64}.get(kind, 2)
+    # The rule of the shapes task has no gradient, the network that has learned it has.
+    config.reward_fn = {"shapes_proxy" if kind == "refl" else task: 1.0}
+    config.sample.num_prompts_per_epoch = {"pr": 1, "nft": 1, "dpo": 64, "refl": 8}.get(kind, 2)
     return config
