@@ -334,6 +334,9 @@ NUMBERS = {  # what a judge says -> its score on a scale from 0 to 10
     "Rating: 3, no.\nRating: 8": 0.8,
     "Rating: -2": -0.2,  # clipped later
     "Rating: 87": 8.7,
+    "8": 0.8,
+    "**8/10**\n": 0.8,
+    "85 %.": 0.85,
 }
 
 
@@ -351,7 +354,9 @@ def test_an_answer_in_parts_is_read():
     assert vlm_judge.rating(body_of([{"text": "Rating"}, {"text": ": 8"}]), re.compile(vlm_judge.PATTERN), 0, 10) == 0.8
 
 
-@pytest.mark.parametrize("text", ["Rating: N/A", "Rating: nan", "Rating: 4/5", "Rating: 7-8", "Score: 3. Score: 4", ""])
+@pytest.mark.parametrize(
+    "text", ["Rating: N/A", "Rating: nan", "Rating: 4/5", "Rating: 7-8", "Score: 3. Score: 4", "4/5", "8 circles", ""]
+)
 def test_what_is_not_one_number_on_the_judges_scale_is_no_score(text):
     with pytest.raises(client.ServerError, match="number"):
         vlm_judge.rating(body_of(text), re.compile(vlm_judge.PATTERN), 0.0, 10.0)

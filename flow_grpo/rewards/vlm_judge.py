@@ -51,6 +51,8 @@ def pattern_after(words: str) -> str:
 
 PATTERN = pattern_after("rating")
 ANY_PATTERN = re.compile(pattern_after("(?:rating|score)"))  # for an answer in other words than those asked for
+# An answer without any words.
+BARE_PATTERN = re.compile(rf"\s*({NUMBER})\s*(?:%|(?:/|out of|of)\s*{NUMBER})?\s*\.?\s*", re.IGNORECASE)
 
 
 def load(
@@ -172,6 +174,9 @@ def _last_match(text: str, number_pattern: re.Pattern) -> re.Match:
     if not number_pattern.pattern.endswith(f"{SCALE}({NUMBER})"):
         pattern = number_pattern.pattern
         raise ServerError(f"no number as {pattern!r} finds it in {quoted(excerpt(text.encode()))}")
+    bare = BARE_PATTERN.fullmatch(plain)
+    if bare:
+        return bare
     matches = list(ANY_PATTERN.finditer(plain))
     if len({match[1] for match in matches}) != 1:
         raise ServerError(f"no number in {quoted(excerpt(text.encode()))}")
