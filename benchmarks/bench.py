@@ -14,6 +14,7 @@ of text in the second. Rates and memory are one GPU's, images those of all. `ful
 guidance and LoRA rank, with the prompts and reward of the shapes task, which in train_*_refl is `shapes_proxy`. The
 limit holds from the first forward on: the random weights before it come about on the GPU, where those of a real run may
 never be. With `--folder` weights are read as in a real run. `first_update_s` counts from the process's start.
+`--evaluate N` then draws N prompts as a validation does and as a test does, each twice; the second time counts.
 """
 
 import argparse
@@ -39,13 +40,15 @@ from ml_collections import ConfigDict
 from flow_grpo.base import distributed
 from flow_grpo.command_line import command_line
 from flow_grpo.data import preferences
-from flow_grpo.data.prompts import load_prompts
+from flow_grpo.data.prompts import Split, load_prompts
 from flow_grpo.diffusers_patch import loading, model_classes, registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.sampling_params import EXACT, of_validation
 from flow_grpo.diffusers_patch.size import Size, training_size
+from flow_grpo.evaluation import evaluation
 from flow_grpo.monitoring import model_card
-from flow_grpo.run import loop, reward_gradients, update
+from flow_grpo.run import evaluate, loop, reward_gradients, update
 from flow_grpo.settings import config_files
 
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "scripts", "tools"))
@@ -187,8 +190,10 @@ class Collectives:
 class Work:
     """Count the FLOP of a run by phase. Stands in for a script's add_gradients and its optimizer's steps."""
 
-    def __init__(self, script, full_weights: bool, limit_gib: float):
+    def __init__(self, script, full_weights: bool, limit_gib: float, num_evaluated: int):
         self.phase = "rollout"
+        self.num_evaluated = num_evaluated
+        self.evaluation_s = {}  # by name
         self.flops = Counter()
         self.sizes = {}  # FLOP of a row by its number of text tokens
         self.limit_gib = limit_gib
@@ -233,6 +238,21 @@ class Work:
         self.add_gradients(*args)
         self.phase = "rollout"
 
+    def time_evaluations(self, run, epoch: int, last: bool):
+        """Draw and score prompts as a validation and as a test. Stands in for a run's last evaluation."""
+        if not self.num_evaluated:
+            return
+        self.phase = "evaluation"
+        split = Split("test", run.prompts.train[:1] * self.num_evaluated)
+        for name, shortcuts in {"exact": EXACT, "fast": of_validation(run.config)}.items():
+            sampler = evaluate.sampler_of(run, shortcuts)
+            # The first one compiles.
+            for _ in range(2):
+                started = time.monotonic()
+                with run.ema.applied():
+                    evaluation.score(sampler, split, range(1))
+                self.evaluation_s[name] = time.monotonic() - started
+
     def timed_step(self, run):
         """Make the optimizer's step; note when the first one ends, and the first epoch's last one."""
         self.move_weights(run)
@@ -242,13 +262,18 @@ class Work:
             self.collectives.since = time.time()
 
 
-def epoch_metrics(script: str, config, family: type[FlowModel], limit_gib: float = 0.0) -> dict:
-    """Run two epochs of a model and return the second one's times, rates and memory; {} on all ranks but the first."""
+def epoch_metrics(script: str, config, family: type[FlowModel], limit_gib: float = 0.0, num_evaluated: int = 0) -> dict:
+    """Run two epochs of a model and return the second one's times, rates and memory; {} on all ranks but the first.
+
+    Args:
+        num_evaluated: prompts of an evaluation after them, drawn as a validation and as a test; 0 = none.
+    """
     config.num_epochs = 2
     config.eval_freq = 0
     config.save_freq = 0
     module = importlib.import_module(script)
-    work = Work(module, config.lora.rank == 0, limit_gib)
+    work = Work(module, config.lora.rank == 0, limit_gib, num_evaluated)
+    evaluate.evaluate = work.time_evaluations
     update.move_weights = work.timed_step
     distributed.close = work.collectives.close
     with tempfile.TemporaryDirectory() as folder:
@@ -283,6 +308,8 @@ def figures_of(rows: list[dict], work: Work) -> dict:
         "first_epoch_s": first["time/epoch_s"],
         "first_update_s": work.first_update_s,
     }
+    for name, seconds in work.evaluation_s.items():
+        figures[f"evaluation/{name}_s"] = seconds
     figures |= work.collectives.figures
     for gap in GAPS:
         gaps = [row[gap] for row in rows if gap in row]
@@ -292,8 +319,9 @@ def figures_of(rows: list[dict], work: Work) -> dict:
         if name.startswith(("time/", "memory/")) or name in KEPT:
             figures[name] = value
     # Both epochs do the same work, and all of it has been counted.
-    for phase, flops in work.flops.items():
-        figures[f"{phase}_tflops"] = flops / 2e12 / last[f"time/{phase}_s"]
+    for phase in ("rollout", "update"):
+        if phase in work.flops:
+            figures[f"{phase}_tflops"] = work.flops[phase] / 2e12 / last[f"time/{phase}_s"]
     return figures
 
 
@@ -365,7 +393,7 @@ def main(args):
     model_card.write_cards = write_no_cards
     with contextlib.redirect_stdout(sys.stderr):  # the run's own lines
         theirs = published() if args.published else {}
-        figures = epoch_metrics(script, config, family, args.limit_gib) | theirs
+        figures = epoch_metrics(script, config, family, args.limit_gib, args.evaluate) | theirs
     # Only the first rank has figures.
     if not figures:
         return
@@ -408,6 +436,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")
     parser.add_argument("--published", action="store_true", help="with the published per-step loop's time per trunk")
     parser.add_argument("--set", nargs="*", default=[], help="settings of the config, such as sample.batch_size=2")
+    parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="time an evaluation of N prompts, too")
     parser.add_argument("--layers", type=int, help="blocks of a smaller transformer, of Qwen-Image's classes")
     parser.add_argument("--folder", help="with weights of --size full, see tools/build_random_pipeline.py --published")
     parser.add_argument("--limit-gib", type=float, default=0.0, help="of the allocator, as on a smaller card; 0 = none")

@@ -52,7 +52,11 @@ def parser() -> argparse.ArgumentParser:
     add("--sizes", type=size, nargs="+", help="768x512, height first, or 512; a row of the table for each")
     add("--best-of", type=int, nargs="+", help="k of pass@k and of best of k; at most the number of seeds")
     add("--save-images", type=int, metavar="N", help="write the images of N prompts at full size, with a table of them")
-    add("--set", nargs="*", default=[], help="settings of the config, such as eval.num_steps=20 or precision=bf16")
+    settings = (
+        "settings of the config, such as eval.num_steps=20 or precision=bf16; faster, and not to the last digit as "
+    )
+    settings += "a run's test: sample.rollout_weights=merged, sample.text_multiple=16"
+    add("--set", nargs="*", default=[], help=settings)
     add("--out", default="runs/evaluation", help="output folder; one that is there is left alone: -2 is appended")
     return parser
 
@@ -163,6 +167,7 @@ from flow_grpo.data import embedding_cache, prompt_files, prompts
 from flow_grpo.diffusers_patch import loading, model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.sampling_params import EXACT, Shortcuts
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare
 from flow_grpo.evaluation.estimates import Estimate
 from flow_grpo.evaluation.policies_to_compare import Candidate
@@ -290,6 +295,9 @@ def check_common(args: argparse.Namespace, comparison: Comparison, config: Confi
     rewards.check_prompts(config.reward_fn, comparison.split.prompts, config.eval.rewards)
     for scale in args.guidance_scales or ():
         BY_KEY["eval.guidance_scale"].check(scale, "eval.guidance_scale (--guidance-scales)")
+    weights = config.sample.rollout_weights
+    if weights != EXACT.weights and all(candidate.lora is None for candidate in comparison.policies):
+        raise UserError(f"--set sample.rollout_weights={weights} would be ignored: none of the policies has an adapter")
     if args.model and all(candidate.weights != "LoRA" for candidate in comparison.policies):
         raise UserError(f"--model {quoted(args.model)} is the base of LoRA folders, and none of the policies is one")
 
@@ -300,6 +308,8 @@ def checked_family(args: argparse.Namespace, candidate: Candidate, split: prompt
     config = candidate.config
     family = model_classes.resolve(config.model, config.model_class)
     policies_to_compare.check_candidate(candidate, family)
+    checks.check_rollout_weights(config)
+    family.check_text_multiple(config.sample.text_multiple, config.model)
     light = family.without_weights(config.model)
     light.check_prompts(split.prompts, config.text_tokens)
     light.check_sources(split.prompts)
@@ -345,6 +355,7 @@ def score_policy(
             size=size,
             settings=replace(config.eval, guidance_scale=scale),
             vae_batch_size=config.vae_batch_size,
+            shortcuts=Shortcuts(config.sample.rollout_weights, config.sample.text_multiple),
         )
         settings = settings_of_row(candidate, scale, size)
         saved = evaluation.images_to_save(images_of(settings), comparison.split, sampler.settings)
@@ -356,14 +367,19 @@ def score_policy(
 
 def settings_of_row(candidate: Candidate, guidance_scale: float, size: Size) -> dict[str, Any]:
     """Return what a row of the table was scored with."""
-    return dict(
+    config = candidate.config
+    settings: dict[str, Any] = dict(
         policy=candidate.name,
         weights=candidate.weights,
         guidance_scale=guidance_scale,
         size=str(size),
-        num_steps=candidate.config.eval.num_steps,
-        precision=candidate.config.precision,
+        num_steps=config.eval.num_steps,
+        precision=config.precision,
     )
+    for key in policies_to_compare.SHORTCUTS:
+        if value_of(config, key) != BY_KEY[key].default:
+            settings[key] = value_of(config, key)
+    return settings
 
 
 def row_name(row: int, settings: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from flow_grpo.command_line import checks
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.size import training_size
-from flow_grpo.run import update
+from flow_grpo.run import evaluate, update
 from flow_grpo.settings import config_files
 from flow_grpo.weights import load_weights, model_files, policies
 
@@ -46,8 +46,10 @@ def test_the_work_of_an_epoch_is_counted_by_phase(shallow, tmp_path, monkeypatch
     config.sample.rollout_weights = "exact"
     branches = config.sample.num_branches
     monkeypatch.setattr(update, "move_weights", update.move_weights)  # to be put back
-    figures = bench.epoch_metrics("train_qwenimage_pr", config, MODELS["qwenimage"])
+    monkeypatch.setattr(evaluate, "evaluate", evaluate.evaluate)
+    figures = bench.epoch_metrics("train_qwenimage_pr", config, MODELS["qwenimage"], num_evaluated=2)
     assert figures["first_update_s"] > 0
+    assert min(figures["evaluation/exact_s"], figures["evaluation/fast_s"]) > 0
     assert config.dataset.endswith("/prompts"), "bench.one_prompt's"
     model = loaded("qwenimage", shallow["model"])
     condition = model.encode(as_prompts(["a"]), width=config.text_tokens)

@@ -7,14 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from small import ROOT, as_prompts, config_of, loaded, stored, train
+from small import ROOT, as_prompts, config_of, loaded, plan, stored, train
 
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import checks
 from flow_grpo.data import embedding_cache
 from flow_grpo.data.prompts import Split
+from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch.sampling_params import of_validation
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.plan import measured
+from flow_grpo.plan import estimate, measured, sketch
 from flow_grpo.run import dry_run
 from flow_grpo.settings import config_files, table
 
@@ -139,6 +141,33 @@ def test_test_prompts_are_counted_when_they_are_drawn():
     config.eval.test_freq = 20
     assert "every 20 epochs: 2 test" in dry_run.evaluations(table.typed(config), splits)[1]
     assert len(dry_run.evaluations(table.typed(config), splits[1:])) == 1
+    # Test prompts that choose, too, by shortcuts are drawn again for the test.
+    config.sample.rollout_weights = "merged"
+    choosing, tests = dry_run.evaluations(table.typed(config), splits[1:])
+    assert choosing.endswith("by merged weights")
+    assert "every 20 epochs: 2 test" in tests
+    assert "merged" not in tests
+
+
+def test_hours_of_evaluations_are_those_of_their_shortcuts():
+    config = config_files.load(f"{ROOT}/config/grpo.py:pickscore_qwenimage,large_gpu")
+    config.model = "Qwen/Qwen-Image"
+    family = sketch.family_of(registry.published(config.model))
+
+    def seconds(**changes):
+        changed = config.copy_and_resolve_references()
+        changed.update_from_flattened_dict(changes)
+        typed = table.typed(changed)
+        how = of_validation(typed)
+        work = estimate.work_of(typed, plan(changed), family)
+        return estimate.evaluation_s(typed, work, 16, family, how)
+
+    exact = seconds(**{"eval.exact": True})
+    merged = seconds()
+    assert merged < exact
+    assert seconds(**{"sample.rollout_weights": "merged_fp8"}) < merged
+    halved = seconds(**{"sample.flash_ratio": 0.5, "eval.flash_ratio": 0.5})
+    assert halved == pytest.approx(merged / 2, rel=0.1)
 
 
 @pytest.mark.parametrize(("kind", "num_extra"), [("window", 0), ("nft", 1), ("online dpo", 0)])

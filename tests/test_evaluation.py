@@ -27,18 +27,19 @@ from flow_grpo.base.pixels import from_picture
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.data import prompts
-from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch import registry, sampling_params
 from flow_grpo.evaluation import estimates, evaluation, policies_to_compare, variety
 from flow_grpo.evaluation.saved_images import SavedImages
 from flow_grpo.monitoring import run_history
 from flow_grpo.run import save
 from flow_grpo.run.evaluate import due_kinds, remaining_kinds
-from flow_grpo.settings.sections import Config, Eval, Reward
+from flow_grpo.settings.sections import Config, Eval, Reward, Sample
 from flow_grpo.settings.table import with_values
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 WINDOW = "shapes_qwenimage"
 BRANCHES = "shapes_qwenimage_pr"
+SPLITS = "train", "test"
 
 
 def write(folder, epoch, checkpoint=""):
@@ -93,6 +94,12 @@ def test_a_run_without_a_best_knows_from_its_checkpoint_that_it_evaluates_in_ano
     before = best.from_settings(json.loads(json.dumps(best.settings_of(record(5)))), tmp_path)
     assert best.restore_best(tmp_path, tmp_path / "checkpoint", record(5, num_steps=9), before)[:2] == (None, 5)
     assert best.restore_best(tmp_path, tmp_path / "checkpoint", record(7, since=5), before)[:2] == (None, 5)
+    # Evaluations of an older version were exact, whatever the rollout's weights.
+    settings = best.settings_of(record(5))
+    del settings["weights"], settings["solver"]
+    older = best.from_settings(settings, tmp_path)
+    assert best.restore_best(tmp_path, tmp_path / "checkpoint", record(7), older)[:2] == (None, 0)
+    assert best.restore_best(tmp_path, tmp_path / "checkpoint", record(7, weights="merged"), older)[:2] == (None, 7)
     # The checkpoint of an older version does not say how its run evaluated.
     assert best.restore_best(tmp_path, tmp_path / "checkpoint", record(7, since=2))[:2] == (None, 2)
 
@@ -140,7 +147,7 @@ def test_a_resumed_run_has_the_best_of_its_checkpoint(tmp_path):
 
 
 OTHERWISE = dict(split="test", num_prompts=9, noises_per_prompt=2, num_steps=5, best_by="other", guidance_scale=2.0)
-OTHERWISE |= dict(height=128, width=128, vae_precision="bf16")
+OTHERWISE |= dict(height=128, width=128, vae_precision="bf16", weights="merged", solver="dpm 0.6")
 
 
 @pytest.mark.parametrize("key", OTHERWISE)
@@ -222,10 +229,48 @@ def test_a_run_goes_on_from_the_state_of_its_best_evaluation(recorded, tmp_path)
     assert best.read_best(folder) == kept
 
 
-def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(shallow, tmp_path, capsys):
+def test_fast_evaluations_move_scores_by_rounding_and_nothing_else(shallow, tmp_path):
+    how = shallow | dict(lora__rank=4, sample__rollout_weights="merged", sample__text_multiple=4, num_epochs=2)
+    how |= dict(eval_freq=1, eval__test_freq=1, eval__noises_per_prompt=2)
+    how |= dict(dataset=few_prompts(tmp_path / "data", 6, (*SPLITS, "validation")))
+    fast = train(BRANCHES, tmp_path / "fast", **how)
+    exact = train(BRANCHES, tmp_path / "exact", **how, eval__exact=True)
+    assert (best.read_best(fast).weights, best.read_best(exact).weights) == ("merged", "exact")
+    for kind in ("update", "epoch", "test"):
+        assert lines_of(fast, kind) == lines_of(exact, kind)
+    assert exported(fast).read_bytes() == exported(exact).read_bytes()
+    for ours, theirs in zip(lines_of(fast, "eval"), lines_of(exact, "eval"), strict=True):
+        assert ours["eval/brightness"] == pytest.approx(theirs["eval/brightness"], rel=1e-4)
+        # In float64, of all latents.
+        assert ours["eval/distance"] == pytest.approx(theirs["eval/distance"], rel=1e-4)
+        assert ours["eval/distance"] != theirs["eval/distance"]
+
+
+def test_shortcuts_of_a_validation_are_the_completions_unless_it_is_exact():
+    sample = dict(rollout_weights="merged", text_multiple=16, flash_ratio=0.4, flash_solver="extrapolate")
+    config = Config(sample=Sample(**sample))
+    assert sampling_params.of_validation(config) == sampling_params.Shortcuts("merged", 16, 0.0, "extrapolate")
+    fewer = sampling_params.of_validation(replace(config, eval=Eval(flash_ratio=0.6)))
+    assert (fewer.solver, sampling_params.EXACT.solver) == ("extrapolate 0.6", "")
+    assert sampling_params.of_validation(replace(config, eval=Eval(exact=True))) == sampling_params.EXACT
+
+
+def test_fewer_forwards_of_a_validation_are_those_of_its_solver(shallow, tmp_path):
+    how = shallow | dict(sample__flash_ratio=0.5, eval__flash_ratio=0.5, eval__num_steps=4, num_epochs=1)
+    how |= dict(dataset=few_prompts(tmp_path / "data", 6, (*SPLITS, "validation")))
+    folder = train(WINDOW, tmp_path / "runs", **how)
+    assert best.read_best(folder).solver == "dpm 0.5"
+    other = train(WINDOW, tmp_path / "full", **how | dict(eval__flash_ratio=0.0))
+    assert lines_of(folder, "test") == lines_of(other, "test")
+    assert lines_of(folder, "eval") != lines_of(other, "eval")
+
+
+@pytest.mark.parametrize("weights", ["exact", "merged"])
+def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(weights, shallow, tmp_path, capsys):
     rewards.register("jpeg_size", lambda *images: -rewards.load("jpeg_compressibility", "cpu")(*images))
     how = shallow | dict(eval__best_by="jpeg_size", eval__rewards=("jpeg_size",))  # which falls
     how |= dict(dataset=few_prompts(tmp_path / "data", 6), num_epochs=1, eval__num_prompts=9)
+    how |= dict(lora__rank=4, sample__rollout_weights=weights, eval__noises_per_prompt=2)
     folder = train(WINDOW, tmp_path / "runs", **how)
     assert "has no validation prompts: the test prompts choose the best policy, too" in capsys.readouterr().out
     kept = best.read_best(folder)
@@ -234,7 +279,9 @@ def test_without_validation_prompts_the_test_prompts_choose_and_the_run_says_so(
     *tests, last = lines_of(folder, "test")
     assert last["test_best/avg"] == tests[0]["test/avg"] != tests[1]["test/avg"]
     for line, test in zip(evals, tests, strict=True):
-        assert line["eval/avg"] == test["test/avg"]
+        assert line["eval/brightness"] == pytest.approx(test["test/brightness"], rel=1e-4)
+    # Merged weights draw other bits, and a test's are exact.
+    assert (evals[1]["eval/distance"] == tests[1]["test/distance"]) == (weights == "exact")
 
 
 def test_a_test_line_has_the_accuracy_of_each_category(runs):
@@ -449,6 +496,8 @@ def test_a_larger_batch_or_a_noise_less_changes_no_score_and_a_run_chose_its_bes
     one = scores("--set", "eval.batch_size=1")
     for size in (3, 64):
         assert scores("--set", f"eval.batch_size={size}") == one
+    fast = scores("--set", "sample.rollout_weights=merged", "sample.text_multiple=4")
+    torch.testing.assert_close(torch.tensor(fast), torch.tensor(one), rtol=0, atol=1e-3)
     first_noise = [noises[:1] for noises in one]
     assert scores("--seeds", 0) == first_noise
     assert torch.tensor(one).unique().numel() > 2
@@ -496,6 +545,8 @@ REFUSED = [  # the arguments, and words of the sentence
     ("{run} --set eval.best_by='shapes'", "would be ignored", "config.eval.best_by"),
     ("{run} --set eval.num_prompts=4 --num-prompts 3", "would be ignored", "--num-prompts"),
     ("{run} --set height=32 --sizes 64", "would be ignored", "--sizes"),
+    ("{full} --set sample.rollout_weights=merged", "would be ignored", "adapter"),
+    ("{run} --set sample.rollout_weights=merged base_precision=nf4", "rollout_weights is 'merged'", "'nf4'"),
     ("{run} --set reward={{}}", "'reward={}'", "section"),
     ("{run} --model {run}", "--model", "LoRA"),
     ("{run} --out=", "--out is empty"),

@@ -362,6 +362,8 @@ def test_a_branch_rolls_back_to_its_parents_best_policy_beside_which_there_was_n
     monkeypatch.setattr(health, "not_finite", lambda epoch: [health.Alarm("not_finite", "the test rings")])
     rank = json.loads((tmp_path / RUN / "config.json").read_text())["lora"]["rank"]
     how = how | dict(run_name="nft", resume_from=NEWEST, lora__rank=rank, num_epochs=3, eval_freq=9)
+    # As the parent's, by which its evaluations are drawn.
+    how |= dict(sample__rollout_weights="merged")
     branch = train("shapes_qwenimage_nft", "runs", **how)
     assert lines_of(branch, "epoch")[-1]["health/rolled_back_to"] == best.read_best(tmp_path / NEWEST).epoch
 

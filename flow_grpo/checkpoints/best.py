@@ -24,7 +24,7 @@ RESULTS = ("value", "figures")
 # Fields that two evaluations must share for their values to be compared.
 MEASURED_BY = (
     *("split", "num_prompts", "noises_per_prompt", "num_steps", "guidance_scale", "best_by"),
-    *("height", "width", "vae_precision"),
+    *("height", "width", "vae_precision", "weights", "solver"),
 )
 
 
@@ -45,6 +45,8 @@ class Evaluation:
     height: int = 0  # pixels; 0 = not known, as in older files
     width: int = 0  # pixels
     vae_precision: str = ""
+    weights: str = "exact"  # as sample.rollout_weights; those of older files were exact
+    solver: str = ""  # of its shortcuts; "" = a forward for each step
     since: int = 0  # epochs completed at the first evaluation that can be compared with this one
     inputs: dict[str, str] = field(default_factory=dict)  # digests of what else decides figures, as far as is known
 

@@ -184,13 +184,19 @@ def _check_schedule(name: str, decay: float) -> None:
         raise UserError(f"config.train.{name} is {decay}; it may be 1, 2, 3, or a fixed decay from 0 to below 1")
 
 
+def check_rollout_weights(config: Config) -> None:
+    """Raises UserError where config.base_precision has not what the rollout's weights are made of."""
+    weights = config.sample.rollout_weights
+    if config.base_precision not in BASES[weights]:
+        raise UserError(
+            f"config.sample.rollout_weights is {weights!r} with config.base_precision {config.base_precision!r}; it "
+            f"takes {' or '.join(map(repr, BASES[weights]))}"
+        )
+
+
 def _check_speed(config: Config) -> None:
     sample, recomputed = config.sample, config.fsdp.activation_checkpointing
-    if config.base_precision not in BASES[sample.rollout_weights]:
-        raise UserError(
-            f"config.sample.rollout_weights is {sample.rollout_weights!r} with config.base_precision "
-            f"{config.base_precision!r}; it takes {' or '.join(map(repr, BASES[sample.rollout_weights]))}"
-        )
+    check_rollout_weights(config)
     widths = -(-config.text_tokens // sample.text_multiple) if sample.text_multiple else 1
     if config.compile and widths > MAX_WIDTHS:
         raise UserError(

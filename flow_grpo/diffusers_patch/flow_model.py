@@ -301,6 +301,15 @@ class FlowModel(ABC):
         return cls.NEGATIVE_PROMPT is not None and guidance_scale > 1
 
     @classmethod
+    def check_text_multiple(cls, multiple: int, name: str) -> None:
+        """Raise UserError where padding is to be cut to a multiple, and the model of this name sees it."""
+        if multiple and not cls.CUTS_PADDING:
+            raise UserError(
+                f"config.sample.text_multiple is {multiple}, but {name} is conditioned on its padding, so none of it "
+                "can be taken away; set 0"
+            )
+
+    @classmethod
     def call_arguments(cls, size: Size, num_steps: int, guidance_scale: float) -> dict[str, Any]:
         """Return size, steps and guidance as arguments of the diffusers pipeline's call, whose second forward is asked
         for by a negative prompt or by the scale alone."""

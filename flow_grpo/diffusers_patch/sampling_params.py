@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.settings.sections import Sample
+from flow_grpo.settings.sections import Config, Sample
 
 # Largest eta of each SDE. Beyond it the step overflows, or the sine of cps, which it rotates by, falls again.
 LARGEST_ETA = {"sde": 10.0, "dance": 10.0, "cps": 1.0, "cps_gaussian": 1.0}
@@ -68,3 +68,33 @@ def check_noise_level(noise_level: float, sde_type: str, name: str = "noise_leve
         raise UserError(
             f"{name} is {noise_level}; with sde_type {sde_type!r} it must be from {SMALLEST_ETA} to {largest}"
         )
+
+
+@dataclass(frozen=True)
+class Shortcuts:
+    """How images are drawn whose velocities enter no log-prob; the defaults are the exact way."""
+
+    weights: str = "exact"  # as sample.rollout_weights
+    text_multiple: int = 0  # as sample.text_multiple
+    flash_ratio: float = 0.0  # share of the forwards that is computed; 0 = all of them
+    flash_solver: str = "dpm"  # as sample.flash_solver
+
+    @property
+    def solver(self) -> str:
+        """Solver and its share of the forwards; "" = a forward for each step."""
+        return f"{self.flash_solver} {self.flash_ratio:g}" if self.flash_ratio else ""
+
+
+EXACT = Shortcuts()
+
+
+def of_validation(config: Config) -> Shortcuts:
+    """Return the shortcuts of a run's evaluations, which choose its best policy; those of its test are `EXACT`."""
+    if config.eval.exact:
+        return EXACT
+    return Shortcuts(
+        weights=config.sample.rollout_weights,
+        text_multiple=config.sample.text_multiple,
+        flash_ratio=config.eval.flash_ratio,
+        flash_solver=config.sample.flash_solver,
+    )

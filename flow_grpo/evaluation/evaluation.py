@@ -18,10 +18,10 @@ from flow_grpo.base import distributed, rng
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import Split
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.denoise_with_logprob import Velocity
+from flow_grpo.diffusers_patch.denoise_with_logprob import ForwardContext, Velocity
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples, SamplingJob, sample
-from flow_grpo.diffusers_patch.sampling_params import SamplingParams
+from flow_grpo.diffusers_patch.sampling_params import EXACT, SamplingParams, Shortcuts
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.evaluation import estimates, variety
 from flow_grpo.evaluation.estimates import Estimate
@@ -29,6 +29,7 @@ from flow_grpo.evaluation.saved_images import SavedImages
 from flow_grpo.scoring.pool import Pending, Pool
 from flow_grpo.scoring.scorers import join_scores
 from flow_grpo.settings.sections import Eval
+from flow_grpo.weights import policies
 
 NUM_SHOWN = 12  # images that trackers and samples.png show
 Item = TypeVar("Item")
@@ -46,6 +47,7 @@ class Sampler:
     size: Size
     settings: Eval
     vae_batch_size: int
+    shortcuts: Shortcuts = EXACT
 
 
 class Scores(NamedTuple):
@@ -82,16 +84,17 @@ def score(
     batch_size = sampler.settings.batch_size
     rows = list(itertools.product(seeds, range(num_prompts)))
     shown = spread(range(num_prompts), num_shown)
-    varies = len(seeds) > 1
     distances = variety.Distances(num_prompts)
+    # Of the weights that the transformer has now, the averaged ones in a run.
+    fast = policies.fast_forwards(sampler.shortcuts.weights, sampler.model.transformer)
     batches = []
     pending = []
     for turn, counts in turns(-(-len(rows) // batch_size), sampler.bar):
         start = turn * batch_size
         batch_rows = rows[start : start + batch_size]
-        sampled, scores = _draw(sampler, split, batch_rows)
+        sampled, scores = _draw(sampler, split, batch_rows, fast)
         # Batches that only keep step with other ranks add nothing, but make the same calls.
-        measured = [number for _, number in batch_rows] if counts and varies else []
+        measured = [number for _, number in batch_rows] if counts and len(seeds) > 1 else []
         labels = rewards.image_labels(sampler.pool.scorers, sampled.images, [split.prompts[i] for i in measured])
         distances.add(sampler.model.features(sampled.latents, sampler.size), measured)
         if counts:
@@ -206,24 +209,28 @@ def noise_generator(split: str, seed: int, number: int) -> torch.Generator:
     return rng.generator(seed, stream, number)
 
 
-def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]]) -> tuple[Samples, Pending]:
-    """Draw the images of (seed, number of the prompt) rows, and begin to score them."""
+def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]], fast: ForwardContext) -> tuple[Samples, Pending]:
+    """Draw the images of (seed, number of the prompt) rows, all forwards inside `fast`, and begin to score them."""
     settings = sampler.settings
+    shortcuts = sampler.shortcuts
     prompts = []
     generators = []
     for seed, number in rows:
         prompts.append(split.prompts[number])
         generators.append(noise_generator(split.name, seed, number))
-    job = SamplingJob(
-        sampler.model,
-        sampler.embed(prompts),
-        generators,
-        SamplingParams(settings.num_steps, settings.guidance_scale),
-        sampler.size,
+    condition = sampler.embed(prompts)
+    if shortcuts.text_multiple:
+        condition = condition.trimmed(shortcuts.text_multiple)
+    params = SamplingParams(
+        settings.num_steps,
+        settings.guidance_scale,
+        flash_ratio=shortcuts.flash_ratio,
+        flash_solver=shortcuts.flash_solver,
     )
+    job = SamplingJob(sampler.model, condition, generators, params, sampler.size)
     # A compiled decode is filled up with copies to its batch size, so it is no larger than there are images.
     decoded_together = min(sampler.vae_batch_size, settings.batch_size)
-    sampled = sample(job, noisy_steps=range(0), velocity=sampler.velocity, vae_batch_size=decoded_together)
+    sampled = sample(job, noisy_steps=range(0), velocity=sampler.velocity, vae_batch_size=decoded_together, fast=fast)
     return sampled, sampler.pool.submit(sampled.images, prompts, everything=True)
 
 

@@ -22,8 +22,10 @@ READ = (
     *(setting.key for setting in table.SETTINGS if setting.section == "reward"),
 )
 OF_A_RUN = ("model", "lora.rank", "lora.alpha", *READ)
-# What the command line alone says: a run that saves images does not make each later evaluation save them.
-OF_THE_COMMAND = ("eval.save_images", "eval.image_format")
+# What the command line alone says: a run that saves images does not make each later evaluation save them, and images
+# are drawn exactly, as those of a run's test, unless a shortcut is asked for.
+SHORTCUTS = ("sample.rollout_weights", "sample.text_multiple")
+OF_THE_COMMAND = ("eval.save_images", "eval.image_format", *SHORTCUTS)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.base import locations
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.sampling_params import Shortcuts
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.plan import row_cost
-from flow_grpo.plan.forwards import Forwards, of_epoch
+from flow_grpo.plan.forwards import Forwards, of_epoch, of_evaluation
 from flow_grpo.plan.row_cost import ModelSize, RowCost
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
@@ -150,7 +151,7 @@ def epoch_s(config: Config, work: Work, rates: Rates) -> float:
     size = work.size
     forwards = work.forwards
     trained = forwards.trained * _passes(config, rates)
-    rows = forwards.fast * _fast_factor(config, rates)
+    rows = forwards.fast * _fast_factor(config, config.sample.rollout_weights, rates)
     rows += forwards.exact * rates.exact + forwards.frozen * rates.frozen + trained * rates.trained
     seconds = rows * _row_s(config, work, rates)
     if not config.compile:
@@ -171,14 +172,15 @@ def epoch_s(config: Config, work: Work, rates: Rates) -> float:
     return seconds + work.num_images * _decode_s(config, rates)
 
 
-def evaluation_s(config: Config, work: Work, rows: float, num_prompts: int, rates: Rates) -> float:
-    """Return the seconds that one GPU would take for an evaluation, of this many rows of forwards."""
-    factor = rates.adapter if config.lora.rank else 1.0
-    seconds = rows * factor * _row_s(config, work, rates)
+def evaluation_s(config: Config, work: Work, num_prompts: int, family: type[FlowModel], shortcuts: Shortcuts) -> float:
+    """Return the seconds that one GPU would take for an evaluation of this many prompts."""
+    constants = rates()
+    rows = of_evaluation(config, num_prompts, family, shortcuts)
+    seconds = rows * _fast_factor(config, shortcuts.weights, constants) * _row_s(config, work, constants)
     if not config.compile:
-        seconds *= rates.eager
+        seconds *= constants.eager
     num_images = num_prompts * config.eval.noises_per_prompt
-    return seconds + num_images * _decode_s(config, rates)
+    return seconds + num_images * _decode_s(config, constants)
 
 
 def _row_s(config: Config, work: Work, rates: Rates) -> float:
@@ -206,8 +208,7 @@ def _passes(config: Config, rates: Rates) -> float:
     return passes
 
 
-def _fast_factor(config: Config, rates: Rates) -> float:
-    rollout_weights = config.sample.rollout_weights
+def _fast_factor(config: Config, rollout_weights: str, rates: Rates) -> float:
     factor = 1.0
     if config.lora.rank and "merged" not in rollout_weights:
         factor *= rates.adapter

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.sampling_params import Shortcuts
 from flow_grpo.settings import table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 from flow_grpo.settings.sections import Config, Sample, Train
@@ -58,10 +59,11 @@ def of_epoch(config: Config, plan: BatchPlan, family: type[FlowModel]) -> Forwar
     )
 
 
-def of_evaluation(config: Config, num_prompts: int, family: type[FlowModel]) -> float:
+def of_evaluation(config: Config, num_prompts: int, family: type[FlowModel], shortcuts: Shortcuts) -> float:
     """Return the rows of the forwards of an evaluation of this many prompts."""
     images = num_prompts * config.eval.noises_per_prompt
-    return images * config.eval.num_steps * _rows(family, config.eval.guidance_scale)
+    forwards = _without_noise(config.eval.num_steps, shortcuts.flash_ratio)
+    return images * forwards * _rows(family, config.eval.guidance_scale)
 
 
 class _Start(NamedTuple):

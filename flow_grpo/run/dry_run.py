@@ -13,9 +13,10 @@ from flow_grpo.command_line import checks
 from flow_grpo.data.prompts import Split
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.sampling_params import EXACT, Shortcuts, of_validation
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.evaluation.evaluation import part_of
-from flow_grpo.plan import estimate, forwards, measured
+from flow_grpo.plan import estimate, measured
 from flow_grpo.run.run import Experiment
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
@@ -35,6 +36,14 @@ MOST_STRETCH = 1.1
 HEADER_BYTES = 600
 GB = 1e9
 GIB = 2**30
+
+
+class Drawing(NamedTuple):
+    """Images that a run's evaluations draw."""
+
+    split: Split
+    epochs: int  # between two of them; 0 = only before the first epoch and after the last
+    shortcuts: Shortcuts
 
 
 class GpuFigures(NamedTuple):
@@ -150,15 +159,26 @@ def evaluations(config: Config, evaluated: list[Split]) -> list[str]:
         return ["no evaluation: eval_freq or eval.num_prompts is 0"]
     noises = config.eval.noises_per_prompt
     steps = config.eval.num_steps
-    choosing_times = f"every {config.eval_freq} epochs"
-    test_times = "before the first epoch and at the end"
-    if config.eval.test_freq:
-        test_times = f"every {config.eval.test_freq} epochs"
     lines = []
-    for split, times in zip(evaluated, (choosing_times, test_times)):
+    for split, epochs, shortcuts in drawings(config, evaluated):
+        times = f"every {epochs} epochs" if epochs else "before the first epoch and at the end"
         count = len(part_of(split, config.eval.num_prompts).prompts)
-        lines.append(f"an evaluation {times}: {count} {split.name} prompts x {noises} noises x {steps} steps")
+        line = f"an evaluation {times}: {count} {split.name} prompts x {noises} noises x {steps} steps"
+        if shortcuts.solver:
+            line += f", of which {shortcuts.solver}"
+        if shortcuts.weights != EXACT.weights:
+            line += f", by {shortcuts.weights} weights"
+        lines.append(line)
     return lines
+
+
+def drawings(config: Config, evaluated: list[Split]) -> list[Drawing]:
+    """Return how the evaluations of a run draw: the choosing prompts, and those of the test where these are others, or
+    where the choosing ones are not drawn exactly."""
+    choosing = Drawing(evaluated[0], config.eval_freq, of_validation(config))
+    if len(evaluated) == 1 and choosing.shortcuts == EXACT:
+        return [choosing]
+    return [choosing, Drawing(evaluated[-1], config.eval.test_freq, EXACT)]
 
 
 def gpu(config: Config, figures: GpuFigures) -> list[str]:
@@ -259,13 +279,13 @@ def _evaluation_s(config: Config, family: type[FlowModel], evaluated: list[Split
     """Seconds that one GPU would take for all evaluations of a run."""
     if not config.evaluates:
         return 0.0
-    between = [config.eval_freq, config.eval.test_freq]
     seconds = 0.0
-    for split, epochs in zip(evaluated, between):
-        times = 2 + (config.num_epochs - 1) // epochs if epochs else 2
-        num_prompts = len(part_of(split, config.eval.num_prompts).prompts)
-        rows = forwards.of_evaluation(config, num_prompts, family)
-        seconds += times * estimate.evaluation_s(config, work, rows, num_prompts, estimate.rates())
+    for drawing in drawings(config, evaluated):
+        times = 2
+        if drawing.epochs:
+            times += (config.num_epochs - 1) // drawing.epochs
+        num_prompts = len(part_of(drawing.split, config.eval.num_prompts).prompts)
+        seconds += times * estimate.evaluation_s(config, work, num_prompts, family, drawing.shortcuts)
     return seconds
 
 

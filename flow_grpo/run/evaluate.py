@@ -10,6 +10,7 @@ from flow_grpo.base.formatting import with_error
 from flow_grpo.base.pixels import beside_sources
 from flow_grpo.base.prompt import Prompt, captions_of
 from flow_grpo.checkpoints import best
+from flow_grpo.diffusers_patch.sampling_params import EXACT, Shortcuts, of_validation
 from flow_grpo.evaluation import evaluation
 from flow_grpo.run import save
 from flow_grpo.run.run import Run
@@ -60,7 +61,7 @@ def remaining_kinds(run: Run) -> set[str]:
     return kinds
 
 
-def sampler_of(run: Run) -> evaluation.Sampler:
+def sampler_of(run: Run, shortcuts: Shortcuts = EXACT) -> evaluation.Sampler:
     """Make the sampler of the policy that a run's transformer carries."""
     return evaluation.Sampler(
         model=run.model,
@@ -71,6 +72,7 @@ def sampler_of(run: Run) -> evaluation.Sampler:
         size=run.size,
         settings=run.config.eval,
         vae_batch_size=run.config.vae_batch_size,
+        shortcuts=shortcuts,
     )
 
 
@@ -83,7 +85,8 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
     saved = evaluation.images_to_save(folder, split, settings)
     with run.ema.applied(), run.board.timed("eval"):
         seeds = range(settings.noises_per_prompt)
-        scores = evaluation.score(sampler_of(run), split, seeds, evaluation.NUM_SHOWN, saved)
+        sampler = sampler_of(run, of_validation(run.config))
+        scores = evaluation.score(sampler, split, seeds, evaluation.NUM_SHOWN, saved)
     if saved:
         run.board.say(saved.problem)
     means = evaluation.means(scores, settings.best_by, run.config.watched_rewards)
@@ -118,13 +121,19 @@ def score_test(run: Run) -> dict[str, float]:
 
 
 def _evaluate_test(run: Run, epoch: int, choosing_means: dict[str, float] | None) -> None:
-    """Log the means of the averaged weights on the test prompts: `choosing_means`, if these prompts choose, too."""
+    """Log the means of the averaged weights on the test prompts: `choosing_means`, if the same images choose, too."""
     means = choosing_means
-    if means is None or run.prompts.choosing.name != run.prompts.test.name:
+    if means is None or not _chooses_by_test(run):
         with run.ema.applied():
             means = score_test(run)
     run.test_figures = means
     run.board.log("test", _metrics_of(run, "test", means), epoch=epoch, step=run.step)
+
+
+def _chooses_by_test(run: Run) -> bool:
+    """Return whether the images that choose the best policy are those of the test: the same prompts, drawn alike."""
+    same_prompts = run.prompts.choosing.name == run.prompts.test.name
+    return same_prompts and of_validation(run.config) == EXACT
 
 
 def _metrics_of(run: Run, kind: str, means: dict[str, float]) -> dict[str, float]:
@@ -162,7 +171,7 @@ def conclude(run: Run) -> None:
     if chosen is None or folder is None:
         run.board.say(f"{run.folder}: {why_no_best(run)}, so there is no best policy")
         return
-    if chosen.split == run.prompts.test.name:
+    if _chooses_by_test(run):
         best_means = chosen.figures
     elif chosen.epoch == run.epoch:
         best_means = run.test_figures

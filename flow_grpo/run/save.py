@@ -10,6 +10,7 @@ from torch import Tensor
 from flow_grpo.base import distributed, signals
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best, checkpoints, exports
+from flow_grpo.diffusers_patch.sampling_params import of_validation
 from flow_grpo.monitoring.dashboard import explained
 from flow_grpo.run.run import EpochStart, Run
 from flow_grpo.settings import table
@@ -144,6 +145,7 @@ def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Eval
     settings = run.config.eval
     if figures and settings.best_by not in figures:
         raise UserError(f"config.eval.best_by is {settings.best_by!r}; it may be {', '.join(sorted(figures))}")
+    drawn = of_validation(run.config)
     return best.Evaluation(
         epoch=epoch,
         step=run.step,
@@ -158,6 +160,8 @@ def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Eval
         height=run.size.height,
         width=run.size.width,
         vae_precision=run.config.vae_precision,
+        weights=drawn.weights,
+        solver=drawn.solver,
         since=run.evaluations_since,
         inputs=run.inputs.of_figures() | settings_of_figures(run.config),
     )

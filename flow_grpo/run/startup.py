@@ -250,11 +250,7 @@ def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[P
     load_weights.check_model(config.model, config.lora, family)
     if config.cache_dir and not config.dry_run:
         folders.make_folder(Path(config.cache_dir), "config.cache_dir")
-    if config.sample.text_multiple and not family.CUTS_PADDING:
-        raise UserError(
-            f"config.sample.text_multiple is {config.sample.text_multiple}, but {config.model} is conditioned on its "
-            "padding, so none of it can be taken away; set 0"
-        )
+    family.check_text_multiple(config.sample.text_multiple, config.model)
     if config.attention and config.attention not in family.ATTENTIONS:
         choices = ["", *family.ATTENTIONS]
         raise UserError(

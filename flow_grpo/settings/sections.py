@@ -427,6 +427,16 @@ class Eval(Section):
     batch_size: int = setting(64, unit="rows", min=1, max=10**5, resumable=True)
     """Rows per forward and GPU."""
 
+    exact: bool = setting(False, used_by=BATCHED, resumable=True)
+    """Draw the images that choose the best policy as the test's are drawn, by the update's weights; False = by
+    sample.rollout_weights and sample.text_multiple, as a rollout's where no log-prob is computed."""
+
+    flash_ratio: float = setting(
+        0.0, min=0, max=1, used_by=BATCHED, resumable=True, when=(("eval.exact", False), ("sample.flash_ratio",))
+    )
+    """Of the images that choose the best policy, compute only this fraction of the forwards, by sample.flash_solver; 0
+    = all of them."""
+
     save_images: int = setting(0, unit="prompts", min=0, resumable=True)
     """Number of validation prompts, evenly spread, whose images each evaluation writes at full size into
     images/eval_EPOCH/, with a table of prompts, noises and scores; 0 = none."""
