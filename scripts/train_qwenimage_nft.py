@@ -76,6 +76,7 @@ def finished_images(run: Run, epoch: int, batch: Batch, samples: Samples) -> Fin
         condition=run.embed(batch.prompts),
         timesteps=stratified_timesteps(levels, run.plan.num_trained_steps, generators),
         x_0=samples.latents,
+        text_widths=torch.tensor(samples.text_widths),
     )
 
 

@@ -41,6 +41,25 @@ def velocity(run, rows):
     return run.velocity(rows.x_0, rows.timesteps, rows.condition)
 
 
+def test_an_update_sees_no_more_text_than_its_longest_prompt_and_learns_the_same(tmp_path, monkeypatch):
+    widths = []
+    plain = script.frozen_velocities
+
+    def noting(run, rows, x_t):
+        widths.append(rows.condition.num_tokens)
+        assert rows.condition.num_tokens == -(-int(rows.condition.mask.sum(1).max()) // 4) * 4
+        return plain(run, rows, x_t)
+
+    how = dict(lora__rank=4, num_epochs=1, eval_freq=0, sample__batch_size=2)
+    padded = train(NAME, tmp_path / "padded", **how)
+    monkeypatch.setattr(script, "frozen_velocities", noting)
+    cut = train(NAME, tmp_path / "cut", **how, sample__text_multiple=4)
+    assert min(widths) < max(widths) <= 20
+    for ours, theirs in zip(lines_of(cut, "update"), lines_of(padded, "update"), strict=True):
+        for name in ("policy_loss", "reference_distance", "grad_norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3)
+
+
 @pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full weights"])
 def test_the_old_policy_samples_whatever_the_trained_one_has_become_and_only_that_has_gradients(rank, start):
     run = start(lora__rank=rank, **PLAIN)

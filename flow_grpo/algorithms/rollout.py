@@ -105,12 +105,20 @@ class Rollout(ABC, Generic[Rows]):
             num_rows=num_rows,
             inner_epoch=inner_epoch,
             group_size=group_size,
-            condition=self.condition.take(at.images),
+            condition=self._condition(images, at),
             timesteps=self.timesteps[at.images, at.steps],
             advantages=_take_outcomes(self.advantages, at),
             loss_weight=_take_outcomes(self.loss_weight, at),
             beta_gate=None if self.beta_gate is None else _take_outcomes(self.beta_gate, at),
         )
+
+    def _condition(self, images: Tensor, at: RowIndex) -> Condition:
+        """Return the condition of a minibatch's rows.
+
+        Args:
+            images: at.images on the CPU.
+        """
+        return self.condition.take(at.images)
 
     @abstractmethod
     def _rows(self, at: RowIndex, **shared: Any) -> Rows:
@@ -151,6 +159,14 @@ class FinishedImages(Rollout[ImageRows]):
     """B finished images, and the K timesteps at which each will be trained."""
 
     x_0: Tensor  # [B, N, C] f32
+    text_widths: Tensor | None = None  # [B] int64 on the CPU, tokens from which on text is padding; None = not known
+
+    def _condition(self, images: Tensor, at: RowIndex) -> Condition:
+        # No log-prob is computed of these rows, so they need no more text than the longest has.
+        condition = self.condition
+        if self.text_widths is not None:
+            condition = condition.cut(int(self.text_widths[images].max()))
+        return condition.take(at.images)
 
     def _rows(self, at: RowIndex, **shared: Any) -> ImageRows:
         return ImageRows(**shared, x_0=self.x_0[at.images])

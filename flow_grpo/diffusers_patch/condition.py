@@ -103,10 +103,16 @@ class Condition:
         negative = None if self.negative is None else self.negative.trimmed(multiple)
         if self.mask is None:
             return replace(self, negative=negative)
-        longest = self.mask.sum(1).max().item()
+        longest = int(self.mask.sum(1).max())
         # Rounded up to a multiple.
         width = -(-longest // multiple) * multiple
-        return replace(self, text_embeds=self.text_embeds[:, :width], mask=self.mask[:, :width], negative=negative)
+        return replace(self.cut(width), negative=negative)
+
+    def cut(self, width: int) -> "Condition":
+        """Drop the columns of text from `width` on, which are padding in every row; not those of the negative."""
+        if self.mask is None:
+            return self
+        return replace(self, text_embeds=self.text_embeds[:, :width], mask=self.mask[:, :width])
 
     def dense(self) -> "Condition":
         """Drop the negative and give the rows memory of their own, so that strides depend on nothing else."""

@@ -6,7 +6,7 @@ parts: `prepare_encode` makes requests, denoise_with_logprob.denoise denoises th
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Samples:
     images: Tensor  # [B, 3, H, W] f32 in [0, 1]; per step: [B, K, J, 3, H, W]
     latents: Tensor  # [B, ...] f32, of the images; per step: [B, K, J, ...]
     trace: list[TracedStep]  # one per noisy step, in order
+    text_widths: list[int] = field(default_factory=list)  # B, tokens from which on text is padding; [] = not known
 
 
 @dataclass(frozen=True)
@@ -277,4 +278,5 @@ def _decoded(model: FlowModel, finished: list[Request], vae_batch_size: int) -> 
     latents, trace = joined(finished)
     num_leading = 3 if finished[0].is_trunk else 1
     images = model.decode(latents.flatten(0, num_leading - 1), finished[0].size, vae_batch_size)
-    return Samples(images.unflatten(0, latents.shape[:num_leading]), latents, trace)
+    text_widths = [(request.short_condition or request.condition).num_tokens for request in finished]
+    return Samples(images.unflatten(0, latents.shape[:num_leading]), latents, trace, text_widths)

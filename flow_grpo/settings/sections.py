@@ -157,7 +157,8 @@ class Sample(Section):
     """Solver of flash_ratio: dpm = DPM-Solver++ on a coarser grid; extrapolate = all steps, some without a forward."""
 
     text_multiple: int = setting(0, unit="tokens", min=0, max=2048, used_by=BATCHED, resumable=True)
-    """Pad text to a multiple of this where no log-prob is computed; 0 = text_tokens."""
+    """Pad text to a multiple of this where no log-prob is computed, in train_*_nft.py in the update, too; 0 =
+    text_tokens."""
 
     rollout_weights: Literal["exact", "merged", "merged_fp8", "fp8"] = setting(
         "exact", used_by=BATCHED, when=(("lora.rank",), ("fsdp.mode", "replicate"))
