@@ -30,6 +30,7 @@ from flow_grpo.run.sampling import sample_epoch, to_rollout
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.run.update import (
+    add_data_gradients,
     backward,
     optimizer_step,
     pull,
@@ -142,6 +143,7 @@ def main(
             for minibatches in updates(run, stored):
                 for rows in minibatches:
                     add_gradients(run, rows)
+                    add_data_gradients(run, rows.row_ids, rows.num_rows, rows.inner_epoch)  # with train.data
                 optimizer_step(run)
 
         # The epoch counts as completed from here on. config.health may have lowered the learning rate, or have gone

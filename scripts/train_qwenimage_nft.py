@@ -34,7 +34,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
-from flow_grpo.run.update import backward, optimizer_step, pull, record_by_step, updates
+from flow_grpo.run.update import add_data_gradients, backward, optimizer_step, pull, record_by_step, updates
 from flow_grpo.settings import declared
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 
@@ -227,6 +227,7 @@ def main(
             for minibatches in updates(run, stored):
                 for rows in minibatches:
                     add_gradients(run, rows)
+                    add_data_gradients(run, rows.row_ids, rows.num_rows, rows.inner_epoch)  # with train.data
                 optimizer_step(run)
 
         # The policy that samples follows the trained one.

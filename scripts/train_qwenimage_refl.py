@@ -36,7 +36,7 @@ from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import batches
 from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
-from flow_grpo.run.update import optimizer_step
+from flow_grpo.run.update import add_data_gradients, optimizer_step
 from flow_grpo.settings import declared
 
 
@@ -193,9 +193,9 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, scrip
                     add_gradients(run, scored.drawn, scored.gradient)
                     for again in noised_anew(run, epoch, scored.drawn):
                         add_gradients(run, again, reward_gradients.score(run, loaded, again).gradient)
+                    add_data_gradients(run, reward_gradients.row_ids_of(drawn), reward_gradients.images_per_update(run))
             with run.board.timed("update"):
-                reward_gradients.check_parity(run)
-                reward_gradients.record_loss(run)
+                reward_gradients.finish_update(run)
                 optimizer_step(run)
         rewards.wait(run, epoch, submitted)
 

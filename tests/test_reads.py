@@ -15,6 +15,7 @@ import train_qwenimage_refl
 from reading import ROLES, recorded_reads
 from refused import assert_refused
 from small import config_of, train
+from test_defences import write_images
 
 from flow_grpo.base import folders
 from flow_grpo.monitoring import model_card
@@ -75,12 +76,13 @@ AT_THEIR_DEFAULT = {
     table.PR: FINGERPRINT | PLAN - {"sample.num_branches"} | {"sample.same_latent"},
     table.NFT: FINGERPRINT | SAMPLER | {"sample.num_branches", "train.objective"},
     table.DPO: SAMPLER
-    | {"train.teachers", "sample.baseline"}
+    | {"train.teachers", "train.data", "sample.baseline"}
     | {"train.beta", "train.reference_guidance_scale", "train.reference_kl", "train.reward_aggregation"},
     table.DISTILL: PLAN
     | {
         "train.objective",
         "preferences.path",
+        "train.data",
         "sample.scouts_per_image",
         "train.beta",
         "train.guidance_scale",
@@ -152,10 +154,13 @@ OTHER_SCRIPTS = [pytest.param(algorithm, marks=pytest.mark.slow) for algorithm i
 def test_a_script_reads_exactly_the_settings_whose_entries_say_so(algorithm, shallow, tmp_path, monkeypatch):
     found = defaultdict(set)
     declares = {setting.key for setting in table.SETTINGS if algorithm in setting.used_by}
-    given = dict(train__teachers=(str(train(WINDOW, tmp_path, **shallow | ONE | dict(run_name="teacher"))),))
+    given = {}
+    if "train.teachers" in declares:
+        given |= dict(train__teachers=(str(train(WINDOW, tmp_path, **shallow | ONE | dict(run_name="teacher"))),))
+    if "train.data" in declares:
+        given |= dict(train__data=write_images(tmp_path / "data"))
     for name, how in RUNS[algorithm]:
-        teachers = given if algorithm == table.DISTILL else {}
-        config = config_of(name, tmp_path, **shallow | how | teachers)
+        config = config_of(name, tmp_path, **shallow | how | given)
         with recorded_reads(monkeypatch) as reads:
             SCRIPTS[algorithm].main(config)
         some, expected = of_losses(algorithm, config.train)

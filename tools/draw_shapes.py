@@ -1,15 +1,25 @@
 """Draw pictures of what a prompt of the shapes task asks for: what the tiny model learned from, and tests grade.
 
+    python tools/draw_shapes.py FOLDER --number 1024
+
+writes pictures of training prompts, all categories alike, with their captions, as train.data takes them.
+
 Legend: B pictures, P prompts, M = MAX_OBJECTS, R pixels a side. x runs right, y runs down, both from 0 to 1.
 """
 
+import argparse
+import json
 import math
 from collections import Counter
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flow_grpo.base.pixels import to_pictures
+from flow_grpo.command_line import command_line
+from flow_grpo.data.captioned_images import METADATA
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.data.shapes import BACKGROUND, COLORS, RELATIONS, SHAPES, check_metadata, positions, signed_distances
 from flow_grpo.rewards import shapes as shapes_reward
@@ -175,3 +185,25 @@ def accuracy(images: Tensor, prompts: list[dict]) -> dict:
         if of_tag:
             means[tag] = round(sum(of_tag) / len(of_tag), 4)
     return {"all": round(sum(means.values()) / len(means), 4)} | means
+
+
+def write(folder: Path, number: int, seed: int) -> None:
+    """Write at least `number` pictures of training prompts, and their captions."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = balanced(shapes_prompts("train"), number)
+    images = pictures(prompts, torch.Generator().manual_seed(seed))
+    lines = []
+    for index, (prompt, picture) in enumerate(zip(prompts, to_pictures(images))):
+        name = f"{index:06d}.png"
+        picture.save(folder / name)
+        lines.append(json.dumps({"file_name": name, "text": prompt["prompt"]}) + "\n")
+    (folder / METADATA).write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--number", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = command_line.arguments(parser)
+    write(arguments.folder, arguments.number, arguments.seed)

@@ -55,8 +55,19 @@ def of_epoch(config: Config, plan: BatchPlan, family: type[FlowModel]) -> Forwar
         exact=num_starts * per_start.exact * rollout_rows,
         fast=num_starts * per_start.fast * rollout_rows,
         frozen=frozen,
-        trained=rows * policy_rows,
+        trained=rows * policy_rows + of_data(config, plan),
     )
+
+
+def of_data(config: Config, plan: BatchPlan) -> float:
+    """Return the rows of an epoch's forwards of images of train.data, without guidance: one for each row of the update,
+    and of reward gradients for each image."""
+    if not config.train.data:
+        return 0
+    num_starts = plan.num_groups * plan.group_size
+    if config.algorithm == table.REFL:
+        return num_starts
+    return num_starts * _of_start(config, plan).trained * config.train.inner_epochs
 
 
 def of_evaluation(config: Config, num_prompts: int, family: type[FlowModel], shortcuts: Shortcuts) -> float:

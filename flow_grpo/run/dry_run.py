@@ -16,7 +16,7 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sampling_params import EXACT, Shortcuts, of_validation
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.evaluation.evaluation import part_of
-from flow_grpo.plan import estimate, measured
+from flow_grpo.plan import estimate, forwards, measured
 from flow_grpo.run.run import Experiment
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
@@ -124,6 +124,7 @@ def describe(experiment: Experiment, num_extra: int) -> str:
         *evaluations(config, prompts.evaluated),
         *gpu(config, plan.gpu),
         _looks(plan),
+        _data(experiment),
         f"transformer: {plan.weights / 1e9:.3g} billion weights; {_millions(plan.trained_weights)} million are trained",
         f"checkpoints: {rounded(plan.checkpoint_gb)} GB each, {rounded(plan.disk_gb)} GB while one is written, the "
         "best and the last weights included",
@@ -242,6 +243,16 @@ def _looks(plan: Plan) -> str:
     return f"prompts: each of {plan.prompts:,} is drawn {rounded(plan.looks_per_prompt)} times in the run"
 
 
+def _data(experiment: Experiment) -> str:
+    """Line about the images of train.data; "" without them."""
+    images = experiment.prompts.data
+    if not images:
+        return ""
+    rows = forwards.of_data(experiment.config, experiment.plan)
+    folder = experiment.config.train.data
+    return f"data: {len(images):,} images of {folder}; {rows:,.0f} forwards an epoch, with gradients"
+
+
 def gpu_figures(experiment: Experiment, work: estimate.Work) -> GpuFigures:
     """Look up or estimate memory and time of a run for config.dry_run GPUs."""
     config = experiment.config
@@ -326,6 +337,7 @@ def _cache(experiment: Experiment) -> str:
     prompts = {prompt.digest: prompt for prompt in experiment.prompts.train}
     for split in experiment.prompts.evaluated:
         prompts |= {prompt.digest: prompt for prompt in split.prompts}
+    prompts |= {image.prompt.digest: image.prompt for image in experiment.prompts.data}
     if not config.cache_dir or not prompts:
         return ""
     size = cached_bytes(config, experiment.family, [*prompts.values()], experiment.is_guided)

@@ -15,7 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 from flow_grpo import rewards
 from flow_grpo.base import checksums, folders, locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.data import preferences
+from flow_grpo.data import captioned_images, preferences
 from flow_grpo.data.prompts import PromptFile
 from flow_grpo.monitoring import provenance
 from flow_grpo.settings.sections import Config
@@ -31,9 +31,10 @@ PLACES = {
     "lora_path": "config.lora.path",
     "preferences_path": "config.preferences.path",
     "train_teachers": "config.train.teachers",
+    "train_data": "config.train.data",
     "sources": "sources of config.dataset",
 }
-FREE_IN_BRANCH = ("dataset", "preferences_path", "sources")
+FREE_IN_BRANCH = ("dataset", "preferences_path", "train_data", "sources")
 
 
 class Inputs(NamedTuple):
@@ -46,6 +47,7 @@ class Inputs(NamedTuple):
     rewards: dict[str, str]  # name of a reward -> digest of its file; "NAME (FILE)" -> of what it may have imported
     rewards_since: int = 0  # epochs completed when any of these files, or a branch's settings, changed last
     train_teachers: dict[str, str] = {}  # noqa: RUF012  by folder and file; nothing writes to it
+    train_data: dict[str, str] = {}  # noqa: RUF012  of images and captions
     sources: dict[str, str] | None = None  # pictures to be edited that the data set names; None = not known
 
     def of_figures(self) -> dict[str, str]:
@@ -77,6 +79,7 @@ def current_inputs(config: Config, run_folder: Path, prompt_files: Sequence[Prom
         preferences_path=_pairs(config.preferences.path, memory),
         rewards=checksums.file_digests(_reward_files(config), memory),
         train_teachers=teachers,
+        train_data=_data(config.train.data, memory),
         sources=checksums.file_digests(_sources_of(prompt_files), memory),
     )
 
@@ -186,6 +189,16 @@ def _pairs(folder: str, memory: Path) -> dict[str, str]:
     paths = {}
     for files in preferences.files_of(folder).values():
         paths |= {path.name: path for path in files}
+    return checksums.file_digests(paths, memory)
+
+
+def _data(folder: str, memory: Path) -> dict[str, str]:
+    """Digests of a folder's images and of their captions."""
+    if not folder:
+        return {}
+    paths = {captioned_images.METADATA: Path(folder, captioned_images.METADATA)}
+    for image in captioned_images.open_folder(folder, "config.train.data"):
+        paths[image.prompt.metadata["file_name"]] = image.path
     return checksums.file_digests(paths, memory)
 
 

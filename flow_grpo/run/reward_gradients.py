@@ -178,14 +178,23 @@ def _record(run: Run, drawn: DrawnImages, loss: Tensor, gradient: Tensor) -> Non
     run.meter.add(policy_loss=loss, image_gradient=size)
     if run.config.train.reward_target:
         run.meter.add(target_reached_share=loss == 0)
-    last_step = torch.full((len(loss),), drawn.path[0].step)
-    row_ids = torch.stack([torch.tensor(drawn.batch.image_numbers), last_step], 1)
-    run.trained_rows.append(TrainedRows(loss, row_ids))
+    run.trained_rows.append(TrainedRows(loss, row_ids_of(drawn)))
 
 
-def record_loss(run: Run) -> None:
-    """Log the loss of an update, with train.beta times the distance to the reference. Call it before
-    `optimizer_step`."""
+def row_ids_of(drawn: DrawnImages) -> Tensor:
+    """Return the names of a batch's images, [B, 2] int64 on the CPU, as in Minibatch."""
+    last_step = torch.full((len(drawn.x_0),), drawn.path[0].step)
+    return torch.stack([torch.tensor(drawn.batch.image_numbers), last_step], 1)
+
+
+def finish_update(run: Run) -> None:
+    """Check the parity of an update's velocities, and log its loss. Call it before `optimizer_step`."""
+    _check_parity(run)
+    _record_loss(run)
+
+
+def _record_loss(run: Run) -> None:
+    """Log the loss of an update, with train.beta times the distance to the reference."""
     # Ranks have equally many images and steps, so that the mean of their means is that of all.
     loss = run.meter.mean("policy_loss")
     distance = "gated_distance" if "gated_distance" in run.meter.sums else "reference_distance"
@@ -200,9 +209,9 @@ def record_parity(run: Run, velocity: Tensor, stored: Tensor) -> None:
     run.meter.add_max(**{PARITY: (velocity - stored).abs()})
 
 
-def check_parity(run: Run) -> None:
+def _check_parity(run: Run) -> None:
     """Raise ParityError, on all ranks alike, if an update's velocities are further from the rollout's than
-    train.parity_limit. Call it before `optimizer_step`. What is saved is saved first, where no weight has moved."""
+    train.parity_limit. What is saved is saved first, where no weight has moved."""
     largest = run.meter.maxima.get(PARITY)
     limit = run.config.train.parity_limit * PARITY_UNIT
     if largest is None or not limit:

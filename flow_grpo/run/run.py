@@ -20,6 +20,7 @@ from flow_grpo.base import signals
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best
 from flow_grpo.data import prompts
+from flow_grpo.data.captioned_images import CaptionedImage
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
@@ -45,6 +46,7 @@ class Prompts(NamedTuple):
     evaluated: list[prompts.Split]  # each once; [] where nothing is evaluated
     drawn: bool  # whether images of the training prompts are made; not where they are stored
     files: list[prompts.PromptFile]  # of the data set, those that were opened
+    data: list[CaptionedImage]  # of train.data; [] without it
 
     @property
     def any(self) -> Prompt | None:

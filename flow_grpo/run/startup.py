@@ -14,7 +14,7 @@ from flow_grpo.base import distributed, folders, locations, signals
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import checks
-from flow_grpo.data import embedding_cache, prompts
+from flow_grpo.data import captioned_images, embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, model_classes, registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -267,8 +267,9 @@ def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[P
     for file in texts.files:
         scored += file.prompts
     rewards.check_prompts(config.reward_fn, scored, config.eval.rewards)
-    model.check_sources(scored)
-    model.check_prompts(scored, config.text_tokens)
+    encoded = scored + [image.prompt for image in texts.data]
+    model.check_sources(encoded)
+    model.check_prompts(encoded, config.text_tokens)
     return texts
 
 
@@ -292,7 +293,10 @@ def _load_prompts(config: Config, stored_prompts: list[Prompt] | None) -> Prompt
     if config.evaluates:
         evaluated = [test] if choosing is test else [choosing, test]
     train = files["train"].prompts if drawn else stored_prompts
-    return Prompts(train, choosing, test, evaluated, drawn, list(files.values()))
+    data = []
+    if config.train.data:
+        data = captioned_images.open_folder(config.train.data, "config.train.data")
+    return Prompts(train, choosing, test, evaluated, drawn, list(files.values()), data)
 
 
 def _open_split(dataset: str, split: str) -> prompts.PromptFile:
@@ -360,7 +364,7 @@ def _open_cache(experiment: Experiment, device: torch.device) -> tuple[embedding
 
 
 def _encoded_prompts(experiment: Experiment) -> list[Prompt]:
-    """Prompts that the run encodes: those that its epochs draw, and those that are evaluated."""
+    """Prompts that the run encodes: those that its epochs draw, those that are evaluated, and captions."""
     config = experiment.config
     texts = experiment.prompts
     encoded = []
@@ -370,4 +374,4 @@ def _encoded_prompts(experiment: Experiment) -> list[Prompt]:
             encoded += [texts.train[pick] for pick in picks]
     for split in texts.evaluated:
         encoded += part_of(split, config.eval.num_prompts).prompts
-    return encoded
+    return encoded + [image.prompt for image in texts.data]

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from flow_grpo.algorithms import ratio_statistics, schedules
+from flow_grpo.algorithms.flow_matching import noised, velocity_error
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, Rows, StepRows, StoredSteps, TrainedRows, shuffled_updates
-from flow_grpo.base import distributed
+from flow_grpo.base import distributed, rng
 from flow_grpo.base.formatting import quoted
-from flow_grpo.data import prompts
+from flow_grpo.data import captioned_images, prompts
 from flow_grpo.data.preferences import Pairs
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
 from flow_grpo.monitoring import metrics
@@ -163,6 +164,48 @@ def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs) -> None:
     # Pairs have no advantages.
     if isinstance(rows, Minibatch):
         run.meter.add(advantage_abs_mean=rows.advantages.abs(), advantage_positive_share=rows.advantages > 0)
+
+
+def add_data_gradients(run: Run, row_ids: Tensor, num_rows: int, inner_epoch: int = 0) -> None:
+    """Add the gradient of train.data_weight mean[(v - (eps - x_0))^2] over images of train.data, if it is set (DDRL,
+    arXiv:2512.04332).
+
+    There is an image, a noise and a level of the rollout for each row of a minibatch, drawn by the row's name, so that
+    any number of GPUs trains on the same. Its graph is there when that of the minibatch is gone.
+
+    Args:
+        row_ids: [R, 2] int64 on the CPU, as in Minibatch.
+        num_rows: of the whole update, on this rank.
+        inner_epoch: passes over the rollout before this one.
+    """
+    images = run.prompts.data
+    if not images:
+        return
+    generators = []
+    chosen = []
+    levels = []
+    for image, step in row_ids.tolist():
+        generator = rng.generator(run.config.seed, "data", run.epoch, inner_epoch, image, step)
+        generators.append(generator)
+        chosen.append(images[int(torch.randint(len(images), (), generator=generator))])
+        levels.append(int(torch.randint(run.config.sample.num_steps, (), generator=generator)))
+
+    # Encoded one by one, so that an image's latents do not depend on its neighbours.
+    latents = []
+    for image in chosen:
+        pixels = captioned_images.load(image, run.size).to(run.device)
+        latents.append(run.model.encode_images(pixels[None]))
+    x_0 = torch.cat(latents)
+    noise = rng.normal(x_0.shape[1:], generators, run.device)
+    timesteps = run.scheduler.timesteps[torch.tensor(levels).to(run.device)]
+
+    # Without guidance, as flow matching trains velocities.
+    scale = run.model.unguided(run.config.sample.guidance_scale)
+    condition = run.embed([image.prompt for image in chosen])
+    velocity = run.velocity(noised(x_0, noise, timesteps), timesteps, condition, scale)
+    error = velocity_error(velocity, x_0, noise)
+    (run.config.train.data_weight * error.sum() / num_rows).backward()
+    run.meter.add(data_error=error)
 
 
 def pull(run: Run, rows: Minibatch, distance: Tensor) -> Tensor:

@@ -266,6 +266,13 @@ class Train(Section):
     """Pull only images to the reference that the trained rewards rank higher than those of eval.rewards do, which are
     then computed of training images, too: this fraction of all, those that differ most; 0 = pull every image."""
 
+    data: str = setting("", used_by=(*ONLINE, REFL))
+    """Folder of images with captions, in its metadata.jsonl, that flow matching trains on beside the rewards; "" =
+    none."""
+
+    data_weight: float = setting(0.01, min=TINY, used_by=(*ONLINE, REFL), when=(("train.data",),))
+    """Weight of flow matching on the images of train.data."""
+
     adaptive_beta: bool = setting(False, used_by=(NFT,), read_in="add_gradients", when=(("train.beta",),))
     """Pull images to the reference by beta times 2 (1 - r), where r in [0, 1] is DiffusionNFT's of the advantage: the
     worst most, the best not at all."""
