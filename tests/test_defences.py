@@ -245,7 +245,9 @@ def test_a_dry_run_opens_given_images_and_counts_their_forwards(opinions, tmp_pa
         train(NFT, tmp_path / "runs", **how)
     # 2 prompts of 4 images, at two timesteps each.
     assert f"data: 3 images of {tmp_path / 'data'}; 16 forwards an epoch, with gradients" in capsys.readouterr().out
-    (tmp_path / "data" / "2.png").unlink()
+    # Sizes of files are remembered: a folder that nothing has looked at.
+    how |= dict(train__data=write_images(tmp_path / "other"))
+    (tmp_path / "other" / "2.png").unlink()
     assert_refused([("gone", lambda: train(NFT, tmp_path / "runs", **how), ["2.png", "a photo of two squares"])])
 
 
