@@ -181,7 +181,7 @@ def test_the_statistics_of_a_ratio_are_their_closed_forms():
     run = SimpleNamespace(meter=meter, on_policy=False, config=Config(train=Train(clip_range=0.01)), row_values=[])
     step = SimpleNamespace(log_prob=ratio.log(), transition_std=torch.full((4, 1, 1), 0.5))
     of_rows = dict(step_weights=torch.ones(4), advantages=torch.ones(4), timesteps=torch.tensor([1000.0, 500.0]))
-    rows = SimpleNamespace(log_probs=torch.zeros(4), **of_rows)
+    rows = SimpleNamespace(log_probs=torch.zeros(4), num_outcomes=2, **of_rows)
     update.record_ratios(run, step, rows, ratio.log(), beyond)
     (by_row,) = run.row_values
     assert by_row.timesteps.tolist() == [1000.0, 1000.0, 500.0, 500.0], "two outcomes of each row"

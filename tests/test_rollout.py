@@ -86,7 +86,7 @@ def test_advantages_are_logged_with_the_update_that_trains_them_also_where_all_a
     rollout.log_probs, rollout.next_latents = rollout.log_probs[:, :, :1], rollout.next_latents[:, :, :1]
     rollout.advantages = torch.arange(float(BATCH)) - 1
     rollout.loss_weight = torch.ones(BATCH)
-    run = SimpleNamespace(meter=Meter(), plan=PLAN, trained_rows=[])
+    run = SimpleNamespace(meter=Meter(), trained_rows=[])
     for minibatches in list(shuffled_updates(rollout, PLAN, 0, 0, 0)):
         for rows in minibatches:
             backward(run, torch.zeros(len(rows.timesteps), requires_grad=True), rows)
@@ -94,6 +94,22 @@ def test_advantages_are_logged_with_the_update_that_trains_them_also_where_all_a
         logged = run.meter.pop(lambda sums, maxima: (sums, maxima))
         assert logged["advantage_abs_mean"] == pytest.approx(trained.abs().mean().item())
         assert logged["advantage_positive_share"] == pytest.approx((trained > 0).float().mean().item())
+
+
+@pytest.mark.parametrize("num_outcomes", [1, OUTCOMES])
+def test_the_minibatches_of_an_update_add_up_to_the_mean_over_its_rows_and_their_outcomes(num_outcomes):
+    """By the rows alone, so that an epoch may have images in a window and branches."""
+    rollout = concat([sampled(range(BATCH))])
+    rollout.log_probs = rollout.log_probs[:, :, :num_outcomes]
+    rollout.next_latents = rollout.next_latents[:, :, :num_outcomes]
+    rollout.advantages = torch.ones_like(rollout.log_probs)
+    rollout.loss_weight = torch.ones_like(rollout.log_probs)
+    run = SimpleNamespace(meter=Meter(), trained_rows=[])
+    for minibatches in shuffled_updates(rollout, PLAN, 0, 0, 0):
+        weight = torch.ones((), requires_grad=True)
+        for rows in minibatches:
+            backward(run, weight.expand(len(rows.advantages)), rows)
+        assert weight.grad.item() == pytest.approx(1)
 
 
 def test_a_rollout_without_rewards_gives_no_loss_that_could_be_trained():

@@ -3,10 +3,14 @@
 import pytest
 import torch
 import train_qwenimage
-from small import few_prompts, lines_of, stored, train
+import train_qwenimage_pr
+from small import config_of, few_prompts, lines_of, stored, train
 
 from flow_grpo import rewards
-from flow_grpo.run import sampling
+from flow_grpo.algorithms.rollout import concat
+from flow_grpo.command_line import checks
+from flow_grpo.run import sampling, update
+from flow_grpo.run.startup import start
 
 
 @pytest.mark.parametrize(
@@ -63,6 +67,32 @@ def test_rows_of_whole_groups_carry_the_images_that_their_paths_led_to(loss, sha
         assert (steps.view(-1, 4) == steps.view(-1, 4)[:, :1]).all()
         for image, x_0 in zip(images.tolist(), rows.x_0, strict=True):
             assert torch.equal(x_0, finished[image])
+
+
+@pytest.mark.parametrize("script", [train_qwenimage, train_qwenimage_pr], ids=["plan of a window", "plan of branches"])
+def test_an_update_may_train_images_in_a_window_and_branches_whatever_the_plan(script, shallow, tmp_path):
+    """Its first ratios are 1, or optimizer_step would end the run."""
+    kind = "shapes_qwenimage_pr" if script is train_qwenimage_pr else "shapes_qwenimage"
+    config = config_of(kind, tmp_path, num_epochs=1, eval_freq=0, train__updates_per_epoch=1, **shallow)
+    run = start(config, checks.PR if script is train_qwenimage_pr else checks.GRPO)
+    for num_branches in (1, 3):
+        stored, submitted = [], []
+        for batch, samples in sampling.sample_epoch(run, 0, lambda batch: range(1, 3), num_branches):
+            groups = None
+            if num_branches > 1:
+                groups = torch.tensor(batch.image_numbers)[:, None, None].expand(-1, 2, num_branches)
+            stored.append(sampling.to_rollout(run, samples, batch, num_trained_steps=2))
+            submitted.append(train_qwenimage.rewards.submit(run, samples, batch, groups))
+        rollout = concat(stored)
+        scores = train_qwenimage.rewards.gather(run, submitted)
+        rollout.advantages, rollout.loss_weight = train_qwenimage.rewards.advantages(run, scores)
+        (minibatches,) = update.updates(run, rollout)
+        for rows in minibatches:
+            assert rows.num_outcomes == num_branches
+            train_qwenimage.add_gradients(run, rows)
+    update.optimizer_step(run)
+    (line,) = lines_of(run.folder, "update")
+    assert line["parity/log_prob_abs_diff_max"] == 0 < line["grad_norm"]
 
 
 def losses_of(lines):

@@ -22,8 +22,8 @@ class FirstRatios(NamedTuple):
     """Log-ratios of a minibatch that is met before the first optimizer step of its epoch."""
 
     log_ratios: Tensor  # [R * J], which should be 0
-    row_ids: Tensor  # [R, 2] int64 on the CPU, as in Minibatch
-    timesteps: Tensor  # [R] f32
+    row_ids: Tensor  # [R * J, 2] int64 on the CPU, of each outcome's row, as in Minibatch
+    timesteps: Tensor  # [R * J] f32, likewise
 
 
 @torch.no_grad()

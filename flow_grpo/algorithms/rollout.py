@@ -34,6 +34,11 @@ class Minibatch:
     loss_weight: Tensor  # [R * J] f32
     beta_gate: Tensor | None  # [R * J] f32, weight in the pull to the reference; None = 1
 
+    @property
+    def num_outcomes(self) -> int:
+        """Outcomes of each row, J."""
+        return 1
+
 
 @dataclass
 class StepRows(Minibatch):
@@ -45,6 +50,11 @@ class StepRows(Minibatch):
     log_probs: Tensor  # [R * J] f32
     step_weights: Tensor  # [R * J] f32
     x_0: Tensor | None  # [R, N, C] f32, of the finished images; None if the objective does not ask for them
+
+    @property
+    def num_outcomes(self) -> int:
+        """Outcomes of each row, J."""
+        return len(self.log_probs) // len(self.timesteps)
 
 
 @dataclass

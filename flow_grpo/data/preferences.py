@@ -9,7 +9,7 @@ import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +42,7 @@ class Pairs:
     numbers: Tensor  # [P] int64 on the CPU: of the pair, or of its group's first image, within the epoch
     num_rows: int = 0  # of the whole update, on this rank
     inner_epoch: int = 0  # passes over these pairs before this one
+    num_outcomes: ClassVar[int] = 1  # of each row, as in Minibatch
 
     @property
     def row_ids(self) -> Tensor:

@@ -175,13 +175,19 @@ def _group_noise(run: Run, epoch: int, batch: Batch) -> Tensor:
     return run.model.noise(run.size, generators)
 
 
-def to_rollout(run: Run, samples: Samples, batch: Batch) -> StoredSteps:
-    """Record the noisy steps of a batch's images as the update needs them."""
+def to_rollout(run: Run, samples: Samples, batch: Batch, num_trained_steps: int | None = None) -> StoredSteps:
+    """Record the noisy steps of a batch's images as the update needs them.
+
+    Args:
+        num_trained_steps: the first so many of the noisy steps are trained; None = those of the run's plan.
+    """
+    if num_trained_steps is None:
+        num_trained_steps = run.plan.num_trained_steps
     rollout = from_trace(
         samples.trace,
         run.embed(batch.prompts),
         list(batch.image_numbers),
-        num_trained_steps=run.plan.num_trained_steps,
+        num_trained_steps=num_trained_steps,
         step_weight=run.config.train.step_weight,
     )
     if OBJECTIVES[run.config.train.objective].final_images:

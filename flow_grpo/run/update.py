@@ -76,7 +76,7 @@ def recompute_steps(run: Run, rows: StepRows, guidance_scale: float | None = Non
     velocity = run.velocity(latents, timesteps, rows.condition.take(row), guidance_scale)
 
     # The J outcomes of a row share its velocity.
-    outcomes = run.plan.num_branches
+    outcomes = rows.num_outcomes
     next_latents = rows.next_latents.unflatten(0, (-1, outcomes))[row].flatten(0, 1)
     if outcomes > 1:
         latents = latents.repeat_interleave(outcomes, 0)
@@ -122,7 +122,9 @@ def record_ratios(
         of_rows["kl_reference"] = kl_reference
     record_by_step(run, rows, **of_rows)
     if run.on_policy:
-        run.first_ratios.append(ratio_statistics.FirstRatios(log_ratio.detach(), rows.row_ids, rows.timesteps))
+        row_ids = rows.row_ids.repeat_interleave(rows.num_outcomes, 0)
+        timesteps = rows.timesteps.repeat_interleave(rows.num_outcomes)
+        run.first_ratios.append(ratio_statistics.FirstRatios(log_ratio.detach(), row_ids, timesteps))
 
 
 @torch.no_grad()
@@ -132,7 +134,7 @@ def record_by_step(run: Run, rows: Minibatch, **values: Tensor) -> None:
     Args:
         values: [R * J] each.
     """
-    timesteps = rows.timesteps.repeat_interleave(len(rows.advantages) // len(rows.timesteps))
+    timesteps = rows.timesteps.repeat_interleave(rows.num_outcomes)
     columns = {name: column.detach() for name, column in values.items()}
     run.row_values.append(metrics.RowValues(timesteps, columns | {"advantage": rows.advantages}))
 
@@ -158,7 +160,7 @@ def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs) -> None:
     """
     loss = loss * rows.loss_weight
     run.trained_rows.append(TrainedRows(loss.detach(), rows.row_ids))
-    (loss.sum() / (rows.num_rows * run.plan.num_branches)).backward()
+    (loss.sum() / (rows.num_rows * rows.num_outcomes)).backward()
     run.meter.add(loss=loss)
 
     # Pairs have no advantages.
@@ -303,9 +305,8 @@ def _place_of_largest(
     row_ids = torch.cat([part.row_ids for part in first_ratios])
     timesteps = torch.cat([part.timesteps for part in first_ratios])
     size, outcome = log_ratios.abs().max(0)
-    row = int(outcome) // run.plan.num_branches
-    step = int((timesteps[row] - run.scheduler.timesteps).abs().argmin())
-    _, image, step = max(distributed.gather_objects([(size.item(), int(row_ids[row, 0]), step)]))
+    step = int((timesteps[outcome] - run.scheduler.timesteps).abs().argmin())
+    _, image, step = max(distributed.gather_objects([(size.item(), int(row_ids[int(outcome), 0]), step)]))
     return image, step
 
 
