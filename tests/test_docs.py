@@ -1,5 +1,6 @@
 """Every code block of README and docs/ is run, or its commands are looked up and its Python is read."""
 
+import ast
 import importlib
 import itertools
 import json
@@ -181,6 +182,7 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "An unknown setting is refused": ("test_refusals.py", "--config.sample.num_stepz=3"),
     "A prompt of more than `text_tokens` tokens": ("test_refusals.py", '"text_tokens = 8"'),
     "no picture is refused with its line": ("test_pictures.py", "is_refused_by_its_line"),
+    "it refuses settings that none of them reads": ("test_reads.py", "does_not_declare_is_refused"),
     "Another value than the default of one that it does not name": ("test_reads.py", "does_not_declare_is_refused"),
     "which the chosen loss does not read is refused": ("test_refusals.py", "kl_limit is 0.1"),
     "it would destroy what came later": ("test_resume.py", "def test_a_run_goes_on_from_nothing_but_its_own_folder"),
@@ -588,6 +590,18 @@ def test_the_page_of_the_interface_declares_every_function_that_how_to_pages_imp
             members = vars(importlib.import_module(module))
             imported |= {name for name in names.split(", ") if isinstance(members.get(name), FunctionType)}
     assert len(imported) > 4
+    assert imported - {*declared} == set()
+
+
+def test_the_page_of_the_interface_declares_what_the_loops_of_scripts_import_from_run():
+    declared = re.findall(r"^(?:def|class) (\w+)", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
+    imported = set()
+    for script in ("", "_pr", "_nft"):
+        tree = ast.parse((ROOT / f"scripts/train_qwenimage{script}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("flow_grpo.run."):
+                imported |= {alias.name for alias in node.names}
+    assert len(imported) > 10
     assert imported - {*declared} == set()
 
 

@@ -71,12 +71,13 @@ def test_rows_of_whole_groups_carry_the_images_that_their_paths_led_to(loss, sha
 
 @pytest.mark.parametrize("script", [train_qwenimage, train_qwenimage_pr], ids=["plan of a window", "plan of branches"])
 def test_an_update_may_train_images_in_a_window_and_branches_whatever_the_plan(script, shallow, tmp_path):
-    """Its first ratios are 1, or optimizer_step would end the run."""
+    """The first ratios are 1, or optimizer_step would end the run."""
     kind = "shapes_qwenimage_pr" if script is train_qwenimage_pr else "shapes_qwenimage"
     config = config_of(kind, tmp_path, num_epochs=1, eval_freq=0, train__updates_per_epoch=1, **shallow)
     run = start(config, checks.PR if script is train_qwenimage_pr else checks.GRPO)
     for num_branches in (1, 3):
-        stored, submitted = [], []
+        stored = []
+        submitted = []
         for batch, samples in sampling.sample_epoch(run, 0, lambda batch: range(1, 3), num_branches):
             groups = None
             if num_branches > 1:

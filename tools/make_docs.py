@@ -7,6 +7,7 @@ the text of MAKERS[NAME]; words after NAME are its arguments.
 import ast
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -250,14 +251,28 @@ def defined_names(node: ast.stmt) -> set[str]:
 
 
 def interface(file: str, *names: str) -> str:
-    """Return functions and records of a Python file as a block of code: their signatures, docstrings and fields."""
+    """Return functions and records of a Python file as a block of code: their signatures, docstrings and fields. Names
+    such as Run.plan are members of a class: alone or, where the class is named too, after its fields."""
     text = (ROOT / file).read_text()
     nodes = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             nodes[node.name] = node
     lines = text.splitlines()
-    parts = [declaration(nodes[name], lines) for name in names]
+    members = defaultdict(list)
+    for name in names:
+        owner, _, member = name.partition(".")
+        members[owner].append(member)
+    parts = []
+    for name, chosen in members.items():
+        node = nodes[name]
+        if "" in chosen:
+            part = declaration(node, lines)
+        else:
+            part = "\n".join([*lines[first_line(node) - 1 : node.body[0].end_lineno], ""])
+        for member in filter(None, chosen):
+            part += "\n" + member_of(node, member, lines)
+        parts.append(part)
     module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     return f"`{module}`\n\n<!-- not run: declarations -->\n```python\n" + "\n\n\n".join(parts) + "\n```"
 
@@ -271,6 +286,17 @@ def declaration(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> str:
     if ast.get_docstring(node):
         return "\n".join(lines[node.lineno - 1 : node.body[0].end_lineno])
     return "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1]) + " ..."
+
+
+def member_of(node: ast.ClassDef, name: str, lines: list[str]) -> str:
+    """Return the lines of a field of a class, or a method after an empty line."""
+    for part in node.body:
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.target.id == name:
+            return "\n".join(lines[part.lineno - 1 : part.end_lineno])
+        if isinstance(part, ast.FunctionDef) and part.name == name:
+            decorators = lines[first_line(part) - 1 : part.lineno - 1]
+            return "\n".join(["", *decorators, declaration(part, lines)])
+    raise AssertionError(f"{node.name} has no {name}")
 
 
 def first_line(node: ast.stmt) -> int:

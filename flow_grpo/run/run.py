@@ -83,7 +83,11 @@ class EpochStart(NamedTuple):
 
 @dataclass
 class Run:
-    """State that every algorithm needs. `velocity` is the policy. `<- NAMES`: the functions that may write a field."""
+    """State that every algorithm needs. `velocity` is the policy. `<- NAMES`: the functions that may write a field.
+
+    `meter` averages over the ranks by itself. Of `epoch_metrics` the main rank's are logged: gather first what differs
+    between ranks, by distributed.gather.
+    """
 
     config: Config
     plan: batch_plan.BatchPlan

@@ -80,6 +80,7 @@ def sample_epoch(
     """Draw this rank's images of an epoch; yields some as soon as they are decoded, in any order.
 
     Args:
+        noisy_steps: of a batch: its window, or the steps at which branches leave; range(0) = no noise.
         num_branches: above 1: number of branches that leave each noisy step of a trunk.
         noise_indices: for each image of the epoch, the number of the scout whose noise it starts from; None = noise of
             its own. Images that follow scouts are sampled by the update's weights, whatever sample.rollout_weights

@@ -43,7 +43,11 @@ def recompute_log_probs(run: Run, rollout: StoredSteps) -> None:
 
 
 def updates(run: Run, rollout: Rollout[Rows]) -> Iterator[list[Rows]]:
-    """Yield the minibatches of each optimizer step of the epoch, all inner epochs, under a progress bar."""
+    """Yield the minibatches of each optimizer step of the epoch, all inner epochs, under a progress bar.
+
+    One of a fork's own takes minibatches of at most run.plan.batch_size rows by `rollout.take`. Every rank yields
+    equally many.
+    """
     train = run.config.train
     for inner_epoch in range(train.inner_epochs):
         shuffled = shuffled_updates(rollout, run.plan, run.config.seed, run.epoch, inner_epoch)
