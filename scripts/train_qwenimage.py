@@ -122,10 +122,15 @@ def add_gradients(run: Run, rows: StepRows) -> None:
 
 
 def main(
-    config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advantages=rewards.advantages, script=checks.GRPO
+    config: ConfigDict,
+    rollout=rollout,
+    add_gradients=add_gradients,
+    advantages=rewards.advantages,
+    updates=updates,
+    script=checks.GRPO,
 ) -> None:
     """Train; a fork passes functions of its own."""
-    declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages)
+    declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages, updates=updates)
     run = start(config, script)
     for epoch in range(run.epoch, run.config.num_epochs):
         # Every config.eval_freq epochs, score the averaged weights on the prompts that choose best/.

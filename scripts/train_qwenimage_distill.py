@@ -90,10 +90,10 @@ def add_gradients(run: Run, rows: StepRows, teachers: list[Ema]) -> None:
     backward(run, rows.step_weights * kl, rows)
 
 
-def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients) -> None:
+def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, updates=updates) -> None:
     """Train; a fork passes functions of its own."""
     check_teachers(checks.check(config, checks.DISTILL))
-    declared.check(config, rollout=rollout, add_gradients=add_gradients)
+    declared.check(config, rollout=rollout, add_gradients=add_gradients, updates=updates)
     run = start(config, checks.DISTILL)
     teachers = [load_teacher(run.model.transformer, run.config.lora, folder) for folder in run.config.train.teachers]
     for folder in run.config.train.teachers:

@@ -195,6 +195,13 @@ def record_forward_ratios(run: Run, log_ratio: Tensor, beyond: Tensor | None) ->
     )
 
 
+def kept_policies(config: ConfigDict) -> tuple[str, ...]:
+    """Name the policies that are kept beside the trained one."""
+    if config.train.sampler_decay_schedule >= 0:
+        return OLD, SAMPLER
+    return (OLD,)
+
+
 def follow(run: Run) -> None:
     """Let the policies that sample and that the loss compares with follow the trained one, each by its schedule."""
     train = run.config.train
@@ -204,14 +211,16 @@ def follow(run: Run) -> None:
 
 
 def main(
-    config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advantages=rewards.advantages, script=checks.NFT
+    config: ConfigDict,
+    rollout=rollout,
+    add_gradients=add_gradients,
+    advantages=rewards.advantages,
+    updates=updates,
+    script=checks.NFT,
 ) -> None:
     """Train; a fork passes functions of its own."""
-    declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages)
-    extra_policies = (OLD,)
-    if config.train.sampler_decay_schedule >= 0:
-        extra_policies = (OLD, SAMPLER)
-    run = start(config, script, extra_policies=extra_policies)
+    declared.check(config, rollout=rollout, add_gradients=add_gradients, advantages=advantages, updates=updates)
+    run = start(config, script, extra_policies=kept_policies(config))
     for epoch in range(run.epoch, run.config.num_epochs):
         # Every config.eval_freq epochs, score the averaged weights on the prompts that choose best/.
         evaluate(run, epoch)

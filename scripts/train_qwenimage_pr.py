@@ -27,6 +27,7 @@ from flow_grpo.algorithms.rollout import StoredSteps, concat
 from flow_grpo.run import rewards
 from flow_grpo.run.run import Run
 from flow_grpo.run.sampling import sample_epoch, to_rollout
+from flow_grpo.run.update import updates
 from flow_grpo.settings import declared
 
 
@@ -59,9 +60,15 @@ def groups_of(trunk_numbers: Sequence[int], plan: BatchPlan, baseline: str) -> T
     return groups[:, :, None].expand(-1, -1, plan.num_branches)
 
 
-def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, advantages=rewards.advantages) -> None:
+def main(
+    config: ConfigDict,
+    rollout=rollout,
+    add_gradients=add_gradients,
+    advantages=rewards.advantages,
+    updates=updates,
+) -> None:
     """Train by Flow-GRPO's loop and loss, whose rows have several outcomes here."""
-    train_qwenimage.main(config, rollout, add_gradients, advantages, script=checks.PR)
+    train_qwenimage.main(config, rollout, add_gradients, advantages, updates, script=checks.PR)
 
 
 if config is not None:

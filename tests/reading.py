@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
 
-ROLES = ("rollout", "add_gradients", "advantages")
+ROLES = ("rollout", "add_gradients", "advantages", "updates")
+
+MODULES = ("flow_grpo.run.rewards", "flow_grpo.run.update")  # of functions that several scripts share
 
 
 @contextmanager
@@ -50,7 +52,7 @@ def _reader(frame):
     while frame is not None:
         name = frame.f_code.co_name
         module = frame.f_globals["__name__"]
-        if name in ROLES and (module.startswith("train_qwenimage") or module == "flow_grpo.run.rewards"):
+        if name in ROLES and (module.startswith("train_qwenimage") or module in MODULES):
             return name
         frame = frame.f_back
     return ""

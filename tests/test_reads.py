@@ -1,6 +1,7 @@
 """Each script reads what the entries of the settings say and nothing else; functions of one's own declare it."""
 
 import functools
+import inspect
 import re
 from collections import defaultdict
 
@@ -112,6 +113,7 @@ OF_HELPERS = {
     },
     "add_gradients": {"train.guidance_scale"},
     "advantages": set(),
+    "updates": set(),
 }
 
 
@@ -172,7 +174,7 @@ def test_a_script_reads_exactly_the_settings_whose_entries_say_so(algorithm, sha
             found[key] |= roles
     assert found.keys() - declares == AT_THEIR_DEFAULT[algorithm]
     assert declares - found.keys() == NOT_SEEN
-    for role in ROLES:
+    for role in set(ROLES) & inspect.signature(SCRIPTS[algorithm].main).parameters.keys():
         only = {key for key in declares & found.keys() if found[key] == {role}}
         of_role = {key for key in declares if table.BY_KEY[key].read_in == role}
         assert only - of_role <= OF_HELPERS[role], role
@@ -197,9 +199,12 @@ UNDECLARED = [  # a script, what is put in the place of one of its functions, a 
     (WINDOW, dict(add_gradients=no_gradients), "train.beta", 0.1),
     (WINDOW, dict(add_gradients=no_gradients), "train.clip_range", 0.1),
     (WINDOW, dict(rollout=no_gradients), "sample.scouts_per_image", 2),
+    (WINDOW, dict(updates=no_gradients), "train.inner_epochs", 2),
+    (BRANCHES, dict(updates=no_gradients), "train.inner_epochs", 2),
     (BRANCHES, dict(add_gradients=no_gradients), "train.step_weight", "sqrt3"),
     (NFT, dict(add_gradients=no_gradients), "train.flow_matching_weight", 0.1),
     (NFT, dict(advantages=zero_advantages), "sample.global_std", True),
+    (NFT, dict(updates=no_gradients), "train.inner_epochs", 2),
     ("shapes_qwenimage_dpo,online", dict(add_gradients=no_gradients), "train.dpo_beta", 7.0),
 ]
 
@@ -212,7 +217,9 @@ def test_a_setting_that_a_function_of_ones_own_does_not_declare_is_refused_befor
 
     rows = []
     for name, functions, key, value in UNDECLARED:
-        words = [f"config.{key} is {value!r}", f"@reads({key!r})", next(iter(functions)), "own_loss.md"]
+        role = next(iter(functions))
+        page = "own_advantage.md" if role == "advantages" else "own_loss.md"
+        words = [f"config.{key} is {value!r}", f"@declared.reads({key!r})", role, page]
         rows.append((f"{name} {key}", start(name, functions, key, value), words))
     assert_refused(rows)
     assert not (tmp_path / "runs").exists()
@@ -223,6 +230,16 @@ def test_what_a_function_declares_is_accepted_and_a_wrapper_of_ours_declares_wha
     own = declared.reads("train.beta", "train.clip_range")(lambda run, rows: None)
     wrapped = functools.wraps(train_qwenimage.rewards.advantages)(lambda run, rewards: None)
     declared.check(config, rollout=train_qwenimage.rollout, add_gradients=own, advantages=wrapped)
+
+
+def test_the_card_does_not_take_a_wrapper_for_the_scripts_own_function():
+    wrapped = functools.wraps(train_qwenimage.rollout)(lambda run, epoch: None)
+    config = config_of(WINDOW, sample__sde_window_interval=2)
+    declared.check(config, rollout=wrapped)
+    assert config.method == "functions of its author's own (rollout)"
+    config.method = ""
+    declared.check(config, rollout=declared.reads(card="another rollout")(wrapped))
+    assert config.method == "another rollout"
 
 
 def test_a_declaration_of_no_setting_is_answered_like_one_on_the_command_line():

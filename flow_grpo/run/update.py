@@ -17,6 +17,7 @@ from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_lo
 from flow_grpo.monitoring import metrics
 from flow_grpo.run import save
 from flow_grpo.run.run import Run
+from flow_grpo.settings import declared
 from flow_grpo.weights import fsdp_utils, offload
 
 
@@ -42,6 +43,7 @@ def recompute_log_probs(run: Run, rollout: StoredSteps) -> None:
     run.epoch_metrics["parity/recomputed_abs_diff_max"] = gaps.max().item()
 
 
+@declared.ours("updates")
 def updates(run: Run, rollout: Rollout[Rows]) -> Iterator[list[Rows]]:
     """Yield the minibatches of each optimizer step of the epoch, all inner epochs, under a progress bar.
 

@@ -1,7 +1,8 @@
 """Declarations of a fork's own functions: which settings they read, and what a model card calls the method.
 
-A script's `main` takes other functions in the place of its `rollout`, `add_gradients` or `advantages`. What only such a
-function reads (`read_in` of a field of sections.py) another one would ignore, unless it declares that it reads it.
+A script's `main` takes other functions in the place of its `rollout`, `add_gradients`, `advantages` or `updates`. What
+only such a function reads (`read_in` of a field of sections.py) another one would ignore, unless it declares that it
+reads it.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ class Declaration:
 
 
 def reads(*keys: str, card: str = "") -> Callable[[Function], Function]:
-    """A decorator of a function of one's own.
+    """A decorator of a function of one's own; one that functools.wraps a script's function reads what that reads, too.
 
     Args:
         keys: dotted settings that it reads, of those that only the script's own function in its place reads.
@@ -41,7 +42,7 @@ def reads(*keys: str, card: str = "") -> Callable[[Function], Function]:
             raise UserError(f"reads({key!r}): {unknown_names.answer(key)}")
 
     def declare(function: Function) -> Function:
-        return _with_declaration(function, Declaration(keys, card))
+        return _with_declaration(function, Declaration((*keys, *_declaration_of(function).reads), card))
 
     return declare
 
@@ -66,6 +67,11 @@ def _declaration_of(function: Callable[..., Any]) -> Declaration:
     return getattr(function, "declaration", Declaration())
 
 
+def _is_ours(function: Callable[..., Any]) -> bool:
+    """Return whether a function is a script's own, not one around it that functools.wraps gave its declaration."""
+    return _declaration_of(function).is_ours and not hasattr(function, "__wrapped__")
+
+
 def check(config: ConfigDict, **functions: Callable) -> None:
     """Let config.method name functions that are not the script's own. `functions`: by role, in the order of the epoch.
 
@@ -77,7 +83,7 @@ def check(config: ConfigDict, **functions: Callable) -> None:
         for setting in table.SETTINGS:
             if setting.read_in == role and setting.key not in declared:
                 _check_unread(setting.key, table.value_of(config, setting.key), role, function)
-    others = [function for function in functions.values() if not _declaration_of(function).is_ours]
+    others = [function for function in functions.values() if not _is_ours(function)]
     cards = [_declaration_of(function).card for function in others]
     names = ", ".join(map(_name, others))
     if others and not config.method:
@@ -87,10 +93,11 @@ def check(config: ConfigDict, **functions: Callable) -> None:
 def _check_unread(key: str, value, role: str, function: Callable) -> None:
     default = table.BY_KEY[key].default
     if value != default:
+        page = "own_advantage.md" if role == "advantages" else "own_loss.md"
         raise UserError(
             f"config.{key} is {quoted(value)}, but {_name(function)}, which stands in the place of {role}, does not "
-            f"declare that it reads it: write @reads({key!r}) above it if it does (flow_grpo.settings.declared, "
-            f"docs/howto/own_loss.md), or set it to {default!r}"
+            f"declare that it reads it: write @declared.reads({key!r}) above it if it does "
+            f"(flow_grpo.settings.declared, docs/howto/{page}), or set it to {default!r}"
         )
 
 

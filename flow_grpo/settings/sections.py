@@ -193,7 +193,7 @@ class Train(Section):
     updates_per_epoch: int = setting(2, unit="updates", min=1, max=10**6)
     """Optimizer steps per epoch and inner epoch."""
 
-    inner_epochs: int = setting(1, min=1, max=1000, used_by=BATCHED)
+    inner_epochs: int = setting(1, min=1, max=1000, used_by=BATCHED, read_in="updates")
     """Passes over one rollout, reshuffled."""
 
     objective: str = setting("clip", choices=OBJECTIVES, used_by=RATIO, read_in="add_gradients")

@@ -110,7 +110,9 @@ class Setting:
     max: float = LARGEST
     used_by: tuple[str, ...] = ALL  # scripts that read it; another one refuses a value that is not the default
     resumable: bool = False  # a resumed run may change it, since it does not change the mathematics
-    read_in: str = ""  # the one function of a script that reads it: rollout, add_gradients, advantages; "" = several do
+    read_in: str = (
+        ""  # the one function of a script that reads it: rollout, add_gradients, advantages, updates; "" = several do
+    )
     when: tuple[tuple, ...] = ()  # (key, values): it is read only where each key has one of the values; () = is set
     typed_when: tuple[tuple, ...] = ()  # likewise, but a config file may set it all the same, for all of its runs
 
