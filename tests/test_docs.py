@@ -4,6 +4,7 @@ import ast
 import importlib
 import itertools
 import json
+import math
 import re
 import shutil
 import statistics
@@ -321,6 +322,10 @@ def test_the_advantage_of_ones_own_trains(shallow, tmp_path):
     values, weights = names["rank_advantages"](run, Rewards({"shapes": scores}, groups, groups.shape))
     assert values.tolist() == [1.0, -1.0, 0.0, 0.5, 0.5, -1.0]
     assert weights.tolist() == [1.0] * 6
+    scores[1] = math.nan  # of a failed reward
+    values, weights = names["rank_advantages"](run, Rewards({"shapes": scores}, groups, groups.shape))
+    assert values.tolist() == [1.0, 0.0, -1.0, 0.5, 0.5, -1.0]
+    assert weights.tolist() == pytest.approx([1.2, 0.0, 1.2, 1.2, 1.2, 1.2])
     config = config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0, **shallow)
     names["main"](config)
     line = lines_of(tmp_path / config.name, "update")[0]
