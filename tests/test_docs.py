@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import split_prompts
 import torch
+import train_qwenimage_nft
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler
 from refused import assert_refused, refusal
@@ -39,7 +40,7 @@ from flow_grpo.diffusers_patch.loading import schedule
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 from flow_grpo.run.rewards import Rewards
 from flow_grpo.run.startup import start
-from flow_grpo.settings import table
+from flow_grpo.settings import config_files, table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 
 PAGES = [ROOT / "README.md", ROOT / "scripts/reproduce/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -305,7 +306,7 @@ def test_the_reward_of_a_notebook_trains(shallow, tmp_path, monkeypatch):
 
 def test_the_loss_of_ones_own_on_noisy_steps_trains(shallow, tmp_path):
     """The first ratios are 1, and the second ones have moved towards clip_range times the advantage."""
-    loss, _ = python_of("howto/own_loss")
+    loss, *_ = python_of("howto/own_loss")
     config = config_of("shapes_qwenimage", tmp_path, num_epochs=1, eval_freq=0, **shallow)
     executed(loss, "train_penalty")["main"](config)
     first, second = lines_of(tmp_path / config.name, "update")
@@ -365,7 +366,7 @@ def test_the_mean_of_two_runs_is_a_model(recorded, tmp_path, monkeypatch):
 def test_the_loss_of_ones_own_trains(shallow, tmp_path, monkeypatch):
     """A loss of one's own has no ratio; DiffusionNFT's own settings are refused."""
     monkeypatch.setitem(FORWARD_OBJECTIVES, "reward_weighted", None)  # to be put back
-    _, loss = python_of("howto/own_loss")
+    _, loss, _ = python_of("howto/own_loss")
     main = executed(loss, "train_reward_weighted")["main"]
     how = shallow | dict(num_epochs=1, eval_freq=0, train__adv_clip_max=2.0)
     config = config_of("shapes_qwenimage_nft", tmp_path, **how)
@@ -376,6 +377,30 @@ def test_the_loss_of_ones_own_trains(shallow, tmp_path, monkeypatch):
     config.train.nft_beta = 0.3
     with pytest.raises(ValueError, match="'reward_weighted' would ignore it"):
         main(config)
+
+
+def test_a_loss_that_a_config_file_registers_needs_no_script_and_variants_know_it(shallow, tmp_path, monkeypatch):
+    monkeypatch.setitem(FORWARD_OBJECTIVES, "reward_weighted", None)  # to be put back
+    monkeypatch.delitem(FORWARD_OBJECTIVES, "reward_weighted")
+    monkeypatch.syspath_prepend(tmp_path)
+    _, loss, page = python_of("howto/own_loss")
+    (tmp_path / "train_reward_weighted.py").write_text(loss)
+    file = tmp_path / "reward_weighted.py"
+    file.write_text(page.replace('2502.06061)"', '2502.06061)", whole_groups=True'))
+    config = config_files.load(f"{file}:shapes_reward_weighted,smoke")
+    assert config.train.updates_per_epoch == 1
+    how = shallow | dict(output_dir=str(tmp_path / "runs"), num_epochs=1, eval_freq=0)
+    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in how.items()})
+    train_qwenimage_nft.main(config)
+    assert lines_of(tmp_path / "runs" / config.name, "update")[0]["grad_norm"] > 0
+
+    # Where a script registers it later, a variant that asks for it finds none.
+    del FORWARD_OBJECTIVES["reward_weighted"]
+    file.write_text(page.replace("objectives.FORWARD_OBJECTIVES", "{}"))
+    with pytest.raises(
+        ValueError, match=r"forward_objective is 'reward_weighted'; it may be .*at the top of the config"
+    ):
+        config_files.load(f"{file}:shapes_reward_weighted,smoke")
 
 
 def test_the_model_of_ones_own_trains_and_is_evaluated_with_its_own_guidance(shallow, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import gpus
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.settings.sections import Config, Sample, Train
-from flow_grpo.settings.table import MAX_BATCH_SIZE
+from flow_grpo.settings.table import BY_KEY, MAX_BATCH_SIZE
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,13 @@ def num_trained_steps(sample: Sample, train: Train) -> int:
 
 def loss_of_whole_groups(train: Train) -> str:
     """Return setting and name of the chosen loss if minibatches hold whole groups for it, whose images it compares;
-    else ""."""
+    else "". Raises UserError for a loss that there is not: variants ask before a config is checked."""
     # One of the two is its default, since no script reads both.
-    if OBJECTIVES[train.objective].whole_groups:
-        return f"objective {train.objective!r}"
-    if FORWARD_OBJECTIVES[train.forward_objective].whole_groups:
-        return f"forward_objective {train.forward_objective!r}"
+    for key, records in (("objective", OBJECTIVES), ("forward_objective", FORWARD_OBJECTIVES)):
+        loss = getattr(train, key)
+        BY_KEY[f"train.{key}"].check(loss, f"train.{key}")
+        if records[loss].whole_groups:
+            return f"{key} {loss!r}"
     return ""
 
 

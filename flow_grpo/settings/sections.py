@@ -20,6 +20,7 @@ COMPARED = (*ONLINE, DPO)  # with images of a prompt that teach by how different
 BATCHED = (GRPO, PR, NFT, DPO, DISTILL)  # with a rollout whose images take different numbers of forwards
 MAX_BATCH_SIZE = 4096  # rows of a forward
 TINY = 1e-6  # the least of a number above 0
+OWN_LOSS = "one of your own is registered at the top of the config file that names it: docs/howto/own_loss.md"
 
 
 @dataclass(frozen=True)
@@ -196,10 +197,12 @@ class Train(Section):
     inner_epochs: int = setting(1, min=1, max=1000, used_by=BATCHED, read_in="updates")
     """Passes over one rollout, reshuffled."""
 
-    objective: str = setting("clip", choices=OBJECTIVES, used_by=RATIO, read_in="add_gradients")
+    objective: str = setting("clip", choices=OBJECTIVES, used_by=RATIO, read_in="add_gradients", own_choice=OWN_LOSS)
     """Loss of a noisy step."""
 
-    forward_objective: str = setting("nft", choices=FORWARD_OBJECTIVES, used_by=(NFT,), read_in="add_gradients")
+    forward_objective: str = setting(
+        "nft", choices=FORWARD_OBJECTIVES, used_by=(NFT,), read_in="add_gradients", own_choice=OWN_LOSS
+    )
     """Loss of finished images that are noised afresh."""
 
     clip_std_exponent: float = setting(0.0, min=0, max=10, used_by=RATIO, read_in="add_gradients")

@@ -82,6 +82,7 @@ class Facts(TypedDict, total=False):
     read_in: str
     when: tuple[tuple, ...]
     typed_when: tuple[tuple, ...]
+    own_choice: str
 
 
 T = TypeVar("T")
@@ -114,6 +115,7 @@ class Setting:
         ""  # the one function of a script that reads it: rollout, add_gradients, advantages, updates; "" = several do
     )
     when: tuple[tuple, ...] = ()  # (key, values): it is read only where each key has one of the values; () = is set
+    own_choice: str = ""  # how a user adds a choice, the end of a sentence
     typed_when: tuple[tuple, ...] = ()  # likewise, but a config file may set it all the same, for all of its runs
 
     @property
@@ -145,7 +147,8 @@ class Setting:
         if not self.is_like(value):
             raise UserError(f"config.{key} is {quoted(value)}; it must be {_kind(self.default)}")
         if self.choices and value not in self.choices:
-            raise UserError(f"config.{key} is {quoted(value)}; it may be {', '.join(map(repr, self.choices))}")
+            own = f"; {self.own_choice}" if self.own_choice else ""
+            raise UserError(f"config.{key} is {quoted(value)}; it may be {', '.join(map(repr, self.choices))}{own}")
         for entry in value if isinstance(value, tuple) else (value,):
             if _is_number(entry) and not self.min <= entry <= self.max:  # NaN compares false
                 limits = f"from {self.min:.7g} to {self.max:.7g}"
