@@ -24,6 +24,7 @@ from flow_grpo.monitoring import health
 from flow_grpo.run import loop
 from flow_grpo.scoring.settings import RewardSettings, check_rewards
 from flow_grpo.settings import stored_config, table
+from flow_grpo.settings.setting import Setting
 from flow_grpo.weights import policies
 
 FILES = {"grpo": grpo, "nft": nft, "dpo": dpo, "refl": refl}
@@ -42,8 +43,23 @@ def other_value(setting):
     if setting.choices:
         return next(choice for choice in setting.choices if choice != setting.default)
     by_type = {bool: lambda old: not old, int: lambda old: old + 1, float: lambda old: old / 2 + 0.25}
-    by_type |= {str: lambda old: f"other{old}", tuple: lambda old: (1, 4) if old else ("a",)}
+    by_type |= {str: lambda old: f"other{old}", tuple: lambda old: (1, 4) if old else (setting.entry(1),)}
     return by_type[type(setting.default)](setting.default)
+
+
+def test_a_tuple_of_any_length_has_entries_of_the_type_that_its_annotation_names():
+    assert table.BY_KEY["eval.rewards"].entry is str
+    assert table.BY_KEY["sample.sde_window_range"].entry is None
+    levels = Setting("sample.levels", (), "", min=0.1, entry=table._entry_type(tuple[float, ...]))
+    for value in ((), (0.5,), (1, 0.7, 0.5)):
+        levels.check(value, levels.key)
+    for value, words in ((("a",), "a tuple of finite numbers, such as"), ((0.5, 0.01), "from 0.1"), (0.5, "a tuple")):
+        with pytest.raises(ValueError, match=rf"config\.sample\.levels is .*; it must be {words}"):
+            levels.check(value, levels.key)
+    with pytest.raises(ValueError, match=r"it must be 2 finite numbers, such as \(0.9, 0.999\)"):
+        table.BY_KEY["train.adam_betas"].check((0.9,), "train.adam_betas")
+    with pytest.raises(ValueError, match=r"it must be a tuple of names, such as \('ocr',\)"):
+        table.BY_KEY["eval.rewards"].check((1,), "eval.rewards")
 
 
 A_RUN_OF = {  # each script

@@ -22,6 +22,7 @@ from flow_grpo.base import folders
 from flow_grpo.monitoring import model_card
 from flow_grpo.settings import declared, table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
+from flow_grpo.settings.sections import NOISY
 
 WINDOW = "shapes_qwenimage"
 BRANCHES = "shapes_qwenimage_pr"
@@ -71,7 +72,9 @@ SCRIPTS = {
 # What code that scripts share reads of settings that a script refuses: they are their defaults there, which are off.
 FINGERPRINT = {"preferences.path", "train.teachers"}  # digests of the files that they name
 PLAN = {"sample.num_branches", "train.forward_objective"}
-SAMPLER = {"sample.same_latent", "sample.noise_level", "sample.sde_type"}
+# Of noisy steps: parameters of all samplers, which those without noise do not look at.
+OF_NOISE = {setting.key for setting in table.SETTINGS if setting.section == "sample" and setting.used_by == NOISY}
+SAMPLER = {"sample.same_latent"} | OF_NOISE
 AT_THEIR_DEFAULT = {
     table.GRPO: FINGERPRINT | PLAN,
     table.PR: FINGERPRINT | PLAN - {"sample.num_branches"} | {"sample.same_latent"},

@@ -1,7 +1,7 @@
 """One setting: what its field in sections.py says, and which values it allows."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 
@@ -109,11 +109,10 @@ class Setting:
     choices: Collection[str | float] = ()  # all values there are, of a dict its keys; () = no such list
     min: float = -LARGEST  # of a number
     max: float = LARGEST
+    entry: Callable[..., Any] | None = None  # type of the entries of a tuple of any length, by its annotation
     used_by: tuple[str, ...] = ALL  # scripts that read it; another one refuses a value that is not the default
     resumable: bool = False  # a resumed run may change it, since it does not change the mathematics
-    read_in: str = (
-        ""  # the one function of a script that reads it: rollout, add_gradients, advantages, updates; "" = several do
-    )
+    read_in: str = ""  # the one function of a script that reads it, by its argument of main; "" = several do
     when: tuple[tuple, ...] = ()  # (key, values): it is read only where each key has one of the values; () = is set
     own_choice: str = ""  # how a user adds a choice, the end of a sentence
     typed_when: tuple[tuple, ...] = ()  # likewise, but a config file may set it all the same, for all of its runs
@@ -140,12 +139,14 @@ class Setting:
 
     def is_like(self, value: Any) -> bool:
         """Return whether a value has the default's type, whatever its limits."""
+        if self.entry is not None:
+            return isinstance(value, tuple) and all(_is_like(each, self.entry()) for each in value)
         return _is_like(value, self.default)
 
     def check(self, value: Any, key: str) -> None:
         """Raises UserError, which names the value by `key`, unless the entry allows it."""
         if not self.is_like(value):
-            raise UserError(f"config.{key} is {quoted(value)}; it must be {_kind(self.default)}")
+            raise UserError(f"config.{key} is {quoted(value)}; it must be {self._kind()}")
         if self.choices and value not in self.choices:
             own = f"; {self.own_choice}" if self.own_choice else ""
             raise UserError(f"config.{key} is {quoted(value)}; it may be {', '.join(map(repr, self.choices))}{own}")
@@ -160,26 +161,36 @@ class Setting:
                 problem = f"which config.json cannot hold: {error}"
                 raise UserError(f"config.{key} is {quoted(value.to_dict())}, {problem}") from error
 
+    def _kind(self) -> str:
+        """Say what a value must be, as the end of a sentence."""
+        if self.entry is not None:
+            example = self.entry(1) if self.entry is not str else "ocr"
+            return f"a tuple of {_KINDS[self.entry][1]}, such as {(example,)}"
+        if isinstance(self.default, tuple):
+            return f"{len(self.default)} {_KINDS[type(self.default[0])][1]}, such as {self.default}"
+        return _KINDS[type(self.default)][0]
+
+
+# What a value must be: one, and several in a tuple.
+_KINDS: dict[Callable[..., Any], tuple[str, str]] = {
+    bool: ("True or False", "True or False"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a finite number", "finite numbers"),
+    str: ("text", "names"),
+    dict: ("a dict with names as its keys", "dicts"),
+}
+
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Return whether a value has a default's type. An int may stand for a float; an empty tuple's entries are names."""
+    """Return whether a value has a default's type. An int may stand for a float."""
     if isinstance(default, float):
         return _is_number(value)
     if isinstance(default, dict):
         return isinstance(value, Mapping | ConfigDict) and all(isinstance(key, str) for key in value)
     if isinstance(default, tuple) and isinstance(value, tuple):
-        entries = default or ("",) * len(value)
-        return len(value) == len(entries) and all(map(_is_like, value, entries))
+        return len(value) == len(default) and all(map(_is_like, value, default))
     return type(value) is type(default)
-
-
-def _kind(default: Any) -> str:
-    if isinstance(default, tuple):
-        return f"{len(default)} whole numbers, such as {default}" if default else "a tuple of names, such as ('ocr',)"
-    names = {bool: "True or False", int: "a whole number", float: "a finite number", str: "text"}
-    names[dict] = "a dict with names as its keys"
-    return names[type(default)]

@@ -58,8 +58,17 @@ def _rows(section: type[Section], prefix: str = "") -> Iterator[Setting]:
         elif isinstance(facts.get("choices"), Mapping):  # losses, by name
             cards = "; ".join(f"{name} = {loss.card}" for name, loss in facts["choices"].items())
             meaning = f"{meaning.removesuffix('.')}: {cards}."
+        facts["entry"] = _entry_type(types[entry.name])
         default = entry.default if entry.default_factory is MISSING else entry.default_factory().to_dict()
         yield Setting(prefix + entry.name, default, meaning, **facts)
+
+
+def _entry_type(kind: Any) -> type | None:
+    """Return the type of the entries of a tuple of any length, tuple[float, ...]; None of any other type."""
+    arguments = get_args(kind)
+    if get_origin(kind) is tuple and arguments[-1] is Ellipsis:
+        return arguments[0]
+    return None
 
 
 DOCSTRINGS = _docstrings()
