@@ -31,7 +31,7 @@ MAY_IMPORT = {  # package -> the packages it may import; a new arrow is a decisi
     "checkpoints": {"base", "weights"},
     "rewards": {"base", "data"},
     "command_line": {"algorithms", "base", "diffusers_patch", "rewards", "settings"},
-    "scoring": {"base", "diffusers_patch", "rewards", "settings"},
+    "scoring": {"base", "rewards", "settings"},
     "reward_server": {"rewards"},
     "monitoring": {"base", "checkpoints", "command_line", "diffusers_patch", "rewards", "settings"},
     "evaluation": {"base", "checkpoints", "data", "diffusers_patch", "rewards", "scoring", "settings", "weights"},

@@ -23,7 +23,6 @@ from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import Batch, load_prompts, with_absolute_sources
-from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.rewards import foreign_code
 from flow_grpo.rewards.clients import client
 from flow_grpo.rewards.scores import scores_of
@@ -197,7 +196,37 @@ def test_a_file_that_is_no_reward_is_an_error_with_its_name(kind, write):
 @pytest.mark.parametrize("output", [([0.5], {}), [None], [1j], None, ["85%"]])
 def test_what_is_no_score_is_refused_when_a_grey_image_is_tried(output):
     with pytest.raises(UserError, match=r"reward 'own' .*; tried on a grey image"):
-        pool_of(lambda *_: output).try_rewards(Size(16, 16), *as_prompts(["prompt 0"]))
+        pool_of(lambda *_: output).try_rewards((3, 16, 16), *as_prompts(["prompt 0"]))
+
+
+STRIPS = """
+import torch
+from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
+
+
+class Strips(QwenImage):
+    @classmethod
+    def image_shape(cls, size):
+        return 3, size.height, 2 * size.width
+
+    def decode_batch(self, latents, size):
+        image = super().decode_batch(latents, size)
+        return torch.cat([image, image], 3)
+"""
+
+
+def test_the_grey_image_has_the_shape_of_what_the_model_decodes(shallow, tmp_path, monkeypatch):
+    def of_two_frames(images, prompts, metadata):
+        first, second = images.chunk(2, 3)
+        assert first.shape[2:] == second.shape[2:] == (64, 64)
+        return first.mean((1, 2, 3))
+
+    (tmp_path / "strips.py").write_text(STRIPS)
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards.register("of_two_frames", of_two_frames)
+    how = dict(model=shallow["model"], model_class="strips:Strips", reward_fn={"of_two_frames": 1.0})
+    folder = train(WINDOW, tmp_path / "runs", num_epochs=1, eval_freq=0, **how)
+    assert len(lines_of(folder, "epoch")) == 1
 
 
 RANGES = {  # what a file has for RANGE, and what that means; None = it is refused

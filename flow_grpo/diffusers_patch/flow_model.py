@@ -1,4 +1,4 @@
-"""Base class of loaded models, as training sees them. Each model file derives a class from it, one level deep."""
+"""Base class of loaded models, as training sees them. A model file derives a class from it, or from another model's."""
 
 import inspect
 import json
@@ -239,6 +239,12 @@ class FlowModel(ABC):
             factor = self.pipeline.vae_scale_factor
             return channels, size.height // factor, size.width // factor
         return self.num_tokens(size), channels
+
+    @classmethod
+    def image_shape(cls, size: Size) -> tuple[int, int, int]:
+        """Shape of a decoded image, (3, H, W): the size, unless `decode_batch` returns another one, such as the frames
+        of a video side by side. Needs no weight."""
+        return 3, size.height, size.width
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Shape of one row of each text field of a Condition with `width` tokens."""

@@ -197,7 +197,8 @@ def _load_rewards(experiment: Experiment, device: torch.device) -> Pool | None:
     if prompt is None:
         return None
     pool = Pool(device, config.reward_fn, config.eval.rewards, config.reward)
-    distributed.on_all(pool.try_rewards, training_size(config), prompt)
+    shape = experiment.family.image_shape(training_size(config))
+    distributed.on_all(pool.try_rewards, shape, prompt)
     return pool
 
 

@@ -18,7 +18,6 @@ from flow_grpo.base import distributed, signals
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.rewards.clients.client import SIGN_OF_LIFE_S, print_notice
 from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, join_scores, make_scorer
 from flow_grpo.settings.sections import Reward
@@ -56,10 +55,14 @@ class Pool:
         for name in dict.fromkeys([*weights, *watched]):
             self.scorers[name] = make_scorer(name, device, settings)
 
-    def try_rewards(self, size: Size, prompt: Prompt) -> None:
+    def try_rewards(self, shape: tuple[int, int, int], prompt: Prompt) -> None:
         """Score a grey image by every reward, before any weight of the model is loaded, and print each one's scores.
-        Raises UserError: a reward fails that must not."""
-        image = torch.full((1, 3, size.height, size.width), 0.5, device=self.device)
+        Raises UserError: a reward fails that must not.
+
+        Args:
+            shape: (3, H, W) of the model's images.
+        """
+        image = torch.full((1, *shape), 0.5, device=self.device)
         for name, scorer in self.scorers.items():
             start_s = time.perf_counter()
             try:
