@@ -7,6 +7,7 @@ import pytest
 from refused import assert_refused
 from small import CHECKS, config_of
 
+from flow_grpo.base.errors import UserError
 from flow_grpo.command_line import checks
 from flow_grpo.settings import stored_config, table
 from flow_grpo.settings.sections import Config, Sample, Train
@@ -37,8 +38,15 @@ def test_nothing_of_a_runs_settings_can_be_changed():
     for names in (config.reward_fn, config.reward.args, config.custom):
         with pytest.raises(TypeError, match="item assignment"):
             names["new"] = 1.0
-    with pytest.raises(AttributeError, match="no 'rte' in"):
-        _ = config.custom.rte
+
+
+def test_a_setting_of_ones_own_that_is_not_there_is_named_with_the_flag_that_sets_it():
+    config = table.typed(config_of(NAME, custom={"rate": 0.5, "more": {"b": 1}}))
+    for read, key in ((lambda custom: custom.rte, "custom.rte"), (lambda custom: custom.more.c, "custom.more.c")):
+        with pytest.raises(UserError, match=rf"there is no config\.{key} beside .*: set --config\.{key}="):
+            read(config.custom)
+    assert not hasattr(config.custom, "rte")
+    assert (config.custom.get("rte", 1), config.custom.get("rate", 1)) == (1, 0.5)
 
 
 def test_a_stored_config_has_the_types_of_its_fields_again(tmp_path):

@@ -127,7 +127,7 @@ def without_unused_rewards(config: Config) -> Config:
             rewards.check_reward_name(name, "config.reward_fn", served=config.reward.args)
         else:
             used[name] = weight
-    return replace(config, reward_fn=FrozenDict(used))
+    return replace(config, reward_fn=FrozenDict(used, "reward_fn"))
 
 
 def check_typed(config: ConfigDict, keys: Collection[str]) -> None:

@@ -15,15 +15,24 @@ ALL = GRPO, PR, NFT, DPO, DISTILL, REFL = "grpo", "pr", "nft", "dpo", "distill",
 LARGEST = 1e9  # that a number may be, where its entry says nothing else: float32 has room for its products
 
 
-class FrozenDict(Mapping[str, Any]):
-    """A dict of names that nobody changes. Its entries are attributes, too: `config.custom.temperature`."""
+class NoEntry(UserError, AttributeError):
+    """A name that a FrozenDict lacks, read as an attribute."""
 
-    def __init__(self, values: Mapping[str, Any]):
+
+class FrozenDict(Mapping[str, Any]):
+    """A dict of names that nobody changes. Its entries are attributes, too: `config.custom.temperature`.
+
+    Args:
+        key: dotted, of the setting that it is the value of, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], key: str = ""):
         entries = dict(values)
-        for key, value in values.items():
+        for name, value in values.items():
             if isinstance(value, Mapping):
-                entries[key] = FrozenDict(value)
+                entries[name] = FrozenDict(value, f"{key}.{name}")
         object.__setattr__(self, "_values", entries)
+        object.__setattr__(self, "_key", key)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name!r} cannot be set: the settings of a run do not change")
@@ -32,8 +41,15 @@ class FrozenDict(Mapping[str, Any]):
         return self._values[key]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._values:
-            raise AttributeError(f"there is no {name!r} in {self!r}")
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self._values:
+            key = f"{self._key}.{name}".lstrip(".")
+            beside = f"beside {', '.join(self._values)}" if self._values else "nor anything else"
+            raise NoEntry(
+                f"there is no config.{key} {beside}: set --config.{key}=VALUE, or read it with a default, by "
+                f".get({name!r}, DEFAULT)"
+            )
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:

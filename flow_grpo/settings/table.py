@@ -109,19 +109,22 @@ SomeSection = TypeVar("SomeSection", bound=Section)
 _types_of = cache(get_type_hints)  # which reads annotations anew with each call
 
 
-def _filled(section: type[SomeSection], values: ConfigDict | Mapping[str, Any]) -> SomeSection:
+def _filled(section: type[SomeSection], values: ConfigDict | Mapping[str, Any], prefix: str = "") -> SomeSection:
     types = _types_of(section)
-    return section(**{entry.name: _converted(values[entry.name], types[entry.name]) for entry in fields(section)})
+    entries = {}
+    for entry in fields(section):
+        entries[entry.name] = _converted(values[entry.name], types[entry.name], prefix + entry.name)
+    return section(**entries)
 
 
-def _converted(value: Any, kind: Any) -> Any:
-    """A value as its field holds it: JSON has lists for tuples, and may have an int for a float."""
+def _converted(value: Any, kind: Any, key: str) -> Any:
+    """A value of a dotted key as its field holds it: JSON has lists for tuples, and may have an int for a float."""
     if inspect.isclass(kind) and issubclass(kind, Section):
-        return _filled(kind, value)
+        return _filled(kind, value, f"{key}.")
     if isinstance(value, ConfigDict):
-        return FrozenDict(value.to_dict())
+        return FrozenDict(value.to_dict(), key)
     if isinstance(value, Mapping):
-        return FrozenDict(value)
+        return FrozenDict(value, key)
     if isinstance(value, list):
         return tuple(value)
     return float(value) if kind is float else value
