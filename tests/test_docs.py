@@ -632,7 +632,7 @@ def test_the_page_of_the_interface_declares_what_the_loops_of_scripts_import_fro
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("flow_grpo.run."):
                 imported |= {alias.name for alias in node.names}
     assert len(imported) > 10
-    assert imported - {*declared} == set()
+    assert imported - {*declared} == set(), "add them to the section 'The loop'"
 
 
 def anchors_of(page):
