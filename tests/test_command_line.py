@@ -129,6 +129,12 @@ SMOKE_AND_FLAGS = [  # flags, the rewards that remain, and what smoke is said to
     (["--config.reward_fn.pickscore=1"], {"pickscore": 1.0}, ["dataset"]),
     (["--config.reward_fn.ocr=0.0"], {"shapes": 1.0}, ["dataset"]),
     (["--config.dataset=dataset/ocr"], {"shapes": 1.0}, ["reward_fn"]),
+    ("--config.eval.rewards=shapes,ocr", "eval.rewards", ("shapes", "ocr")),
+    ("--config.eval.rewards shapes,ocr", "eval.rewards", ("shapes", "ocr")),
+    ("--config.eval.rewards=shapes", "eval.rewards", ("shapes",)),
+    ("--config.eval.rewards=('shapes','ocr')", "eval.rewards", ("shapes", "ocr")),
+    ("--config.eval.rewards=", "eval.rewards", ()),
+    ("--config.sample.sde_window_range=1,4", "sample.sde_window_range", (1, 4)),
 ]
 
 
@@ -283,7 +289,7 @@ ANSWERED = [  # a command, its exit status, and words of its answer
     (f"{TRAIN} --help", 0, ["Flow-GRPO on Qwen-Image", "--list", "train"]),
     (f"{TRAIN} --help sample train.beta", 0, ["sample.noise_level", "train.beta"]),
     (f"{TRAIN} --help nothing", 2, ["'nothing'", "sample"]),
-    (f"{TRAIN} --list", 0, ["shapes_qwenimage_pr", "mixgrpo"]),
+    (f"{TRAIN} --list", 0, ["pickscore_qwenimage_2512_pr   TempFlow-GRPO", "mixgrpo"]),
     (f"{TRAIN} --config config/dpo.py:shapes_qwenimage_dpo --list", 0, ["online"]),
     (f"{TRAIN} --config config/grpo.py:", 2, ["config/grpo.py:", "--list"]),
     (f"{TRAIN} --config config/grpo.py:shapes_qwenimage_pr,fast", 2, ["shapes_qwenimage_pr has set algorithm"]),

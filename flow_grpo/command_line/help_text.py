@@ -61,15 +61,21 @@ def _list(file: str) -> str:
     module = config_files.module_of(path)
     parts = []
     for title, name in (("runs", "RUNS"), ("variants, of any of them: NAME,VARIANT,...", "VARIANTS")):
-        parts += ["", f"{path}, {title}", *map(_entry, getattr(module, name, ()))]
+        functions = getattr(module, name, ())
+        names = [function.__name__ for function in functions]
+        column = 4 + max(map(len, names), default=0)
+        parts += ["", f"{path}, {title}"]
+        parts += [_entry(function, column) for function in functions]
     if len(parts) == 4:
         raise UserError(f"--list: {path} has no RUNS and no VARIANTS; docs/howto/own_config.md shows a whole file")
     return "\n".join(parts)
 
 
-def _entry(function: Callable) -> str:
+def _entry(function: Callable, column: int) -> str:
+    """Return the name of a run or variant, and its first paragraph from a column on."""
     paragraph = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
-    return textwrap.fill(f"{function.__name__:<26}{paragraph}", WIDTH, initial_indent="  ", subsequent_indent=" " * 28)
+    name = f"  {function.__name__}".ljust(column)
+    return textwrap.fill(paragraph, WIDTH, initial_indent=name, subsequent_indent=" " * column)
 
 
 def origins(file: str, config: ConfigDict) -> dict[str, str]:

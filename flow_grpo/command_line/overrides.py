@@ -114,7 +114,8 @@ def _literal(text: str, *types: type) -> bool | int | float | str | tuple:
 
 def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
     """Put values of --config.KEY=VALUE into a config, each of its setting's type."""
-    values, line = flags.FlagValues(), [sys.argv[0], *arguments]
+    values = flags.FlagValues()
+    line = [sys.argv[0], *_names_as_tuples(arguments)]
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=line)
         _, *words = values(line)
@@ -128,6 +129,24 @@ def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
     if words:
         key = words[0].partition("=")[0].lstrip("+")
         raise UserError(_meaningless(f"{words[0]!r} on the command line", key if "=" in words[0] else ""))
+
+
+def _names_as_tuples(arguments: Sequence[str]) -> list[str]:
+    """Return arguments in which a tuple of names that is written as NAME,NAME is one of Python's."""
+    written = []
+    key = ""  # of the setting whose value is the next argument
+    for word in arguments:
+        match = re.match(r"(--?config\.([\w.]+)=)(.*)$", word, re.DOTALL)
+        if match:
+            start, of, value = match.groups()
+        else:
+            start, of, value = "", key, word
+        if of in table.BY_KEY and isinstance(table.BY_KEY[of].default, tuple) and _literal(value, tuple) == value:
+            names = filter(None, value.split(","))
+            value = repr(tuple(names))
+        written.append(start + value)
+        key = word.partition("config.")[2]
+    return written
 
 
 def _meaningless(what: str, key: str) -> str:
