@@ -1,5 +1,6 @@
 """Denoising against loops written out by hand, with a velocity that is a formula."""
 
+import gc
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -159,6 +160,16 @@ def test_branches_are_what_one_gets_one_at_a_time_without_a_forward_too_many(ste
                 torch.testing.assert_close(traced.step.prev_sample[outcome], step.prev_sample[0])
                 image = ode_steps(step.prev_sample, range(i + 1, NUM_STEPS), row)
                 torch.testing.assert_close(result.latents[row, k, j], image[0])
+
+
+def test_finished_trunks_and_branches_are_freed_without_a_garbage_collection():
+    gc.collect()
+    gc.disable()
+    try:
+        denoised(range(1, 4), num_branches=NUM_BRANCHES)
+        assert [thing for thing in gc.get_objects() if isinstance(thing, Request)] == []
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("ode_rows", [1, 5, NUM_PROMPTS * NUM_BRANCHES])

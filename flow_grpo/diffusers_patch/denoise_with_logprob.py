@@ -97,6 +97,8 @@ def completed_roots(ended: list[Request]) -> list[Request]:
         is_prefix = bool(request.continuations)
         if not is_prefix:
             roots[request.trunk or request] = None
+            # Else a trunk and its branches, which name each other, would keep their latents until a garbage collection.
+            request.trunk = None
     return [root for root in roots if root.finished and root.branches_finished]
 
 
