@@ -388,6 +388,7 @@ def main(args):
         "config": config.name,
         "gpus": int(os.environ.get("WORLD_SIZE", 1)),
     }
+    command_line.collect_rarely()  # as a real run does
     loop.save = save_nothing
     loop.export = save_nothing
     model_card.write_cards = write_no_cards

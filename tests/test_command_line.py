@@ -58,8 +58,10 @@ def get_config(name="mine"):
 
 @pytest.fixture(autouse=True)
 def collecting():
-    """The garbage collector of this process works again after a command line that nothing has run."""
+    """The garbage collector of this process works as before after a command line, whether that has run or not."""
+    threshold = gc.get_threshold()
     yield
+    gc.set_threshold(*threshold)
     gc.enable()
 
 
@@ -365,6 +367,15 @@ def test_the_garbage_collector_rests_between_the_command_line_and_main():
     states = []
     command_line.run(lambda config: states.append(gc.isenabled()), config)
     assert states == [True]
+
+
+def test_the_garbage_collector_does_not_look_through_all_that_a_run_keeps_while_it_grows():
+    config = command_line.parse(DEFAULT, checks.GRPO, [])
+    before = gc.get_stats()
+    command_line.run(lambda config: [[] for _ in range(1_000_000)], config)
+    passes = [now["collections"] - then["collections"] for now, then in zip(gc.get_stats(), before)]
+    assert passes[0] > 100
+    assert passes[2] == 0
 
 
 def test_every_changed_setting_has_its_origin():
