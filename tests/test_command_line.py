@@ -131,12 +131,6 @@ SMOKE_AND_FLAGS = [  # flags, the rewards that remain, and what smoke is said to
     (["--config.reward_fn.pickscore=1"], {"pickscore": 1.0}, ["dataset"]),
     (["--config.reward_fn.ocr=0.0"], {"shapes": 1.0}, ["dataset"]),
     (["--config.dataset=dataset/ocr"], {"shapes": 1.0}, ["reward_fn"]),
-    ("--config.eval.rewards=shapes,ocr", "eval.rewards", ("shapes", "ocr")),
-    ("--config.eval.rewards shapes,ocr", "eval.rewards", ("shapes", "ocr")),
-    ("--config.eval.rewards=shapes", "eval.rewards", ("shapes",)),
-    ("--config.eval.rewards=('shapes','ocr')", "eval.rewards", ("shapes", "ocr")),
-    ("--config.eval.rewards=", "eval.rewards", ()),
-    ("--config.sample.sde_window_range=1,4", "sample.sde_window_range", (1, 4)),
 ]
 
 
@@ -170,6 +164,12 @@ FLAGS = [
     ("--config.sample.sde_window_range=(1,4)", "sample.sde_window_range", (1, 4)),
     ("--config.eval.rewards=('ocr',)", "eval.rewards", ("ocr",)),
     ("--config.seed=3 --config.seed=4", "seed", 4),
+    ("--config.eval.rewards=shapes,ocr", "eval.rewards", ("shapes", "ocr")),
+    ("--config.eval.rewards shapes,ocr", "eval.rewards", ("shapes", "ocr")),
+    ("--config.eval.rewards=shapes", "eval.rewards", ("shapes",)),
+    ("--config.eval.rewards=('shapes','ocr')", "eval.rewards", ("shapes", "ocr")),
+    ("--config.eval.rewards=", "eval.rewards", ()),
+    ("--config.sample.sde_window_range=1,4", "sample.sde_window_range", (1, 4)),
 ]
 
 
