@@ -153,13 +153,13 @@ def test_hours_of_evaluations_are_those_of_their_shortcuts():
     config = config_files.load(f"{ROOT}/config/grpo.py:pickscore_qwenimage,large_gpu")
     config.model = "Qwen/Qwen-Image"
     family = sketch.family_of(registry.published(config.model))
+    work = estimate.work_of(table.typed(config), plan(config), family)
 
     def seconds(**changes):
         changed = config.copy_and_resolve_references()
         changed.update_from_flattened_dict(changes)
         typed = table.typed(changed)
         how = of_validation(typed)
-        work = estimate.work_of(typed, plan(changed), family)
         return estimate.evaluation_s(typed, work, 16, family, how)
 
     exact = seconds(**{"eval.exact": True})
