@@ -195,6 +195,7 @@ def test_the_gradient_of_the_data_term_is_that_of_the_velocities_errors_on_given
         epoch=4,
         model=model,
         meter=Meter(),
+        data_latents={},
         velocity=model.velocity,
         embed=lambda prompts: prompts,
     )
@@ -213,6 +214,7 @@ def test_the_gradient_of_the_data_term_is_that_of_the_velocities_errors_on_given
         x_t = noised(x_0, noise, level[None])
         losses.append((model.weight * x_t + model.bias * level / 1000 - (noise - x_0)).square().mean())
     assert len(seen) > 2
+    assert run.data_latents.keys() == {images[number].path for number, _ in seen}
     expected = torch.autograd.grad(0.25 * sum(losses) / 12, (model.weight, model.bias))
     torch.testing.assert_close((model.weight.grad, model.bias.grad), expected, rtol=1e-12, atol=0)
     assert run.meter.mean("data_error").item() == pytest.approx(sum(losses).item() / 4, rel=1e-12)
@@ -284,6 +286,18 @@ def test_a_resumed_run_does_not_go_on_with_other_images(opinions, tmp_path):
     how |= dict(num_epochs=2, resume_from="latest")
     with pytest.raises(UserError, match=r"config\.train\.data: 1\.png"):
         train(NFT, tmp_path / "runs", **how)
+
+
+def test_latents_beyond_what_is_remembered_are_encoded_again(tmp_path, monkeypatch):
+    images = captioned_images.open_folder(write_images(tmp_path / "data"), "config.train.data")
+    run = SimpleNamespace(size=Size(64, 64), device=torch.device("cpu"), model=LinearModel(), data_latents={})
+    monkeypatch.setattr(update, "LATENTS_BYTES", 2 * 8 * 3 * 64 * 64)
+    first = [update._latents_of(run, image) for image in images]
+    assert [*run.data_latents] == [image.path for image in images[:2]]
+    for image, latents in zip(images, first):
+        again = update._latents_of(run, image)
+        assert torch.equal(again, latents)
+        assert (again is latents) == (image.path in run.data_latents)
 
 
 def test_an_image_that_is_gone_ends_a_run_by_its_name(tmp_path):

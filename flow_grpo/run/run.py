@@ -120,6 +120,7 @@ class Run:
     first_ratios: list[FirstRatios] = field(default_factory=list)  # of this epoch  <- record_ratios, _check_parity
     row_values: list[RowValues] = field(default_factory=list)  # of this epoch  <- record_by_step, log_by_step
     trained_rows: list[TrainedRows] = field(default_factory=list)  # of an update  <- backward, optimizer_step
+    data_latents: dict[Path, Tensor] = field(default_factory=dict)  # of images of train.data  <- add_data_gradients
     epoch_metrics: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- judge_health
     learning_rate_factor: float = 1.0  # of the configured one  <- _lower_learning_rate, resume

@@ -20,6 +20,8 @@ from flow_grpo.run.run import Run
 from flow_grpo.settings import declared
 from flow_grpo.weights import fsdp_utils, offload
 
+LATENTS_BYTES = 2**30  # of images of train.data in memory: 4,096 of Qwen-Image's of 512 pixels
+
 
 @torch.no_grad()
 def recompute_log_probs(run: Run, rollout: StoredSteps) -> None:
@@ -198,12 +200,7 @@ def add_data_gradients(run: Run, row_ids: Tensor, num_rows: int, inner_epoch: in
         chosen.append(images[int(torch.randint(len(images), (), generator=generator))])
         levels.append(int(torch.randint(run.config.sample.num_steps, (), generator=generator)))
 
-    # Encoded one by one, so that an image's latents do not depend on its neighbours.
-    latents = []
-    for image in chosen:
-        pixels = captioned_images.load(image, run.size).to(run.device)
-        latents.append(run.model.encode_images(pixels[None]))
-    x_0 = torch.cat(latents)
+    x_0 = torch.cat([_latents_of(run, image) for image in chosen]).to(run.device)
     noise = rng.normal(x_0.shape[1:], generators, run.device)
     timesteps = run.scheduler.timesteps[torch.tensor(levels).to(run.device)]
 
@@ -214,6 +211,18 @@ def add_data_gradients(run: Run, row_ids: Tensor, num_rows: int, inner_epoch: in
     error = velocity_error(velocity, x_0, noise)
     (run.config.train.data_weight * error.sum() / num_rows).backward()
     run.meter.add(data_error=error)
+
+
+def _latents_of(run: Run, image: captioned_images.CaptionedImage) -> Tensor:
+    """Return the latents of an image of train.data, [1, ...] f32 on the CPU; the first LATENTS_BYTES are remembered."""
+    latents = run.data_latents.get(image.path)
+    if latents is None:
+        # By itself, so that its latents do not depend on its neighbors.
+        pixels = captioned_images.load(image, run.size).to(run.device)
+        latents = run.model.encode_images(pixels[None]).cpu()
+        if (len(run.data_latents) + 1) * latents.nbytes <= LATENTS_BYTES:
+            run.data_latents[image.path] = latents
+    return latents
 
 
 def pull(run: Run, rows: Minibatch, distance: Tensor) -> Tensor:
