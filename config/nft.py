@@ -55,7 +55,7 @@ def pickscore_qwenimage_2512_nft() -> ConfigDict:
 
 
 def pickscore_sd3_nft() -> ConfigDict:
-    """DiffusionNFT on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, without guidance."""
+    """DiffusionNFT on SD3.5-medium, 512 px, published but for `train.beta`: 48 prompts of 24 images, no guidance."""
     return forward(models.sd3())
 
 
@@ -119,14 +119,16 @@ def editreward_qwenimage_edit_nft() -> ConfigDict:
 
 
 def forward(config: ConfigDict) -> ConfigDict:
-    """Set what every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std."""
+    """Set what every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std.
+
+    The published pull to the reference, `train.beta` 1e-4, holds no run and takes a sixth of the update: there is none.
+    """
     config.algorithm = NFT
     config.sample.sde_window_size = 0
     # Nothing reads it: there are no noisy steps.
     config.sample.noise_level = default_config().sample.noise_level
     config.sample.guidance_scale = config.eval.guidance_scale = 1.0
     config.sample.global_std = True
-    config.train.beta = 1e-4
     return config
 
 
@@ -155,6 +157,8 @@ def awm(config: ConfigDict) -> ConfigDict:
 def dgpo(config: ConfigDict) -> ConfigDict:
     """DGPO (arXiv:2510.08425): a group at one noise and level is a preference. Forwards hold whole groups."""
     config.train.forward_objective = "dgpo"
+    # Groups are compared over a fixed reference.
+    config.train.beta = config.train.beta or 1e-4
     config.train.clip_range = 1e-2
     config.train.shared_noise = True
     config.train.updates_per_epoch = 1

@@ -6,13 +6,13 @@ import re
 import pytest
 import torch
 import train_qwenimage_nft as script
-from small import config_of, lines_of, move, stored, train
+from small import ROOT, config_of, lines_of, move, stored, train
 
 from flow_grpo.algorithms import losses, schedules
 from flow_grpo.algorithms.advantages import group_advantages
 from flow_grpo.command_line import checks
 from flow_grpo.run import rewards, startup
-from flow_grpo.settings import table
+from flow_grpo.settings import config_files, table
 
 NAME = "shapes_qwenimage_nft"
 PLAIN = dict(train__reference_guidance_scale=0.0, train__shared_noise=False)  # as published
@@ -299,3 +299,10 @@ def test_options_run(shallow, tmp_path):
     updates = lines_of(train(NAME, tmp_path, **shallow | PLAIN | how), "update")
     assert len(updates) == 2 * 2
     assert all(line["grad_norm"] > 0 for line in updates)
+
+
+def test_a_published_model_has_a_reference_where_the_loss_compares_with_it_and_the_demo_is_held_to_one():
+    beta_of = {}
+    for name in ("pickscore_qwenimage_nft", "pickscore_qwenimage_nft,dgpo", NAME, f"{NAME},dgpo"):
+        beta_of[name] = config_files.load(f"{ROOT}/config/nft.py:{name}").train.beta
+    assert list(beta_of.values()) == [0.0, 1e-4, 0.5, 0.5]
