@@ -16,7 +16,7 @@ import pytest
 import torch
 import warm
 from PIL import Image
-from small import ENV, ROOT, command_of, lines_of, no_file_above, random_images
+from small import ENV, ROOT, command_of, lines_of, no_file_above, random_images, train
 
 from flow_grpo.base.distributed import over_ranks
 from flow_grpo.base.errors import WriteFailed
@@ -368,6 +368,21 @@ def test_tensorboard_holds_what_was_logged_without_an_abandoned_future(tmp_path)
     (histogram,) = first.Histograms("histograms/reward")
     values = histogram.histogram_value
     assert (histogram.step, values.num, values.min, values.max) == (3, 2, 0.25, 0.5)
+
+
+@pytest.mark.skipif(not trackers.is_installed("tensorboard"), reason="tensorboard, of the extra test, is not installed")
+def test_distributions_of_an_epoch_of_branches_stand_at_the_step_of_its_figures(shallow, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_folder = train("shapes_qwenimage_pr", tmp_path, **shallow | dict(num_epochs=2, logger="tensorboard"))
+    ends = [line["step"] for line in lines_of(run_folder, "epoch")]
+    assert len(ends) == 2
+    stored = EventAccumulator(str(run_folder / "tensorboard"), size_guidance={"histograms": 0}).Reload()
+    for step in (0, 1):
+        for name in ("reward", "group_std", "sigma", "ratio_std", "approx_kl", "weight"):
+            assert [point.step for point in stored.Scalars(f"steps/{name}/{step}")] == ends, name
+    for name in ("reward", "advantage", "log_ratio"):
+        assert [point.step for point in stored.Histograms(f"histograms/{name}")] == ends, name
 
 
 def test_a_sheet_shows_images_enlarged_or_shrunk_which_wandb_has_whole(tmp_path, board):

@@ -40,8 +40,12 @@ def log_epoch(run: Run, epoch: int) -> None:
     seconds_left = distributed.broadcast_object(run.seconds_left)
     signal_name = max(distributed.gather_objects([signals.received.name]))
     sentences = [alarm.sentence for alarm in run.alarms]
+    # Before the line, so that wandb has them in the line's row.
+    for name, values in run.distributions.items():
+        run.board.log_histogram(name, values, epoch=epoch, step=run.step)
     run.board.log("epoch", run.epoch_metrics, epoch=epoch, step=run.step, seconds_left=seconds_left, alarms=sentences)
     run.epoch_metrics = {}
+    run.distributions = {}
     run.num_forwards = 0
     run.on_policy = True
     run.stopped = run.stopped or seconds_left <= 0

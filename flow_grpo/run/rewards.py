@@ -284,7 +284,7 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
     for name, value in spread_figures(rewards, everywhere, run.config).items():
         run.epoch_metrics[f"reward/{name}"] = value
     run.epoch_metrics |= step_figures(rewards, run.config)
-    run.board.log_histogram("reward", rewards.scores["avg"], epoch=epoch, step=run.step)
+    run.distributions["reward"] = rewards.scores["avg"]
     images_so_far = run.epoch_metrics.get("images", run.board.latest.get("images", 0))
     run.epoch_metrics["images"] = images_so_far + len(rewards.groups)
     if health.teaches_nothing(run.epoch_metrics, run.config):

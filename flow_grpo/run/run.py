@@ -122,6 +122,7 @@ class Run:
     trained_rows: list[TrainedRows] = field(default_factory=list)  # of an update  <- backward, optimizer_step
     data_latents: dict[Path, Tensor] = field(default_factory=dict)  # of images of train.data  <- add_data_gradients
     epoch_metrics: dict[str, float] = field(default_factory=dict)  # of this epoch's line; anyone adds  <- log_epoch
+    distributions: dict[str, Tensor] = field(default_factory=dict)  # of this epoch, for trackers  <- log_epoch
     alarms: list[health.Alarm] = field(default_factory=list)  # of the last epoch  <- judge_health
     learning_rate_factor: float = 1.0  # of the configured one  <- _lower_learning_rate, resume
     num_roll_backs: int = 0  # by config.health.action  <- _roll_back, resume

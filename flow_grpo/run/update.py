@@ -148,8 +148,7 @@ def record_by_step(run: Run, rows: Minibatch, **values: Tensor) -> None:
 
 
 def log_by_step(run: Run) -> None:
-    """Add the means for each denoising step to the epoch's metrics, and show the distribution of ratios and
-    advantages."""
+    """Add the means for each denoising step to the epoch's metrics, and ratios and advantages to its distributions."""
     rows = metrics.gather_rows(run.row_values)
     run.row_values.clear()
     if rows is None:
@@ -157,7 +156,7 @@ def log_by_step(run: Run) -> None:
     run.epoch_metrics |= metrics.by_step(rows, run.scheduler.timesteps.cpu())
     for name in metrics.HISTOGRAMS:
         if name in rows.values:
-            run.board.log_histogram(name, rows.values[name], epoch=run.epoch, step=run.step)
+            run.distributions[name] = rows.values[name]
 
 
 def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs) -> None:
