@@ -1,6 +1,7 @@
 """An exported LoRA is the policy that was trained, whoever reads it, and whoever trains it further."""
 
 import json
+import logging
 import shutil
 import tempfile
 from dataclasses import replace
@@ -111,6 +112,37 @@ def test_an_export_in_bfloat16_is_the_policy_within_its_rounding(read, rounded, 
         assert torch.equal(weights[name], weight.bfloat16()), name
     difference = velocity(read(rounded)) - policy
     assert 0 < difference.norm() < 2**-8 * (policy - base).norm()
+
+
+@torch.no_grad()
+def images(transformer):
+    """Images [3, 3, H, W] in [0, 1], as diffusers' own pipeline draws them with this transformer."""
+    pipeline = QwenImagePipeline.from_pretrained(TINY, transformer=transformer)
+    pipeline.set_progress_bar_config(disable=True)
+    prompts = ["a photo of a red circle", "two green squares", "a blue cross above a yellow triangle"]
+    noise = torch.Generator().manual_seed(0)
+    how = dict(height=64, width=64, num_inference_steps=10, true_cfg_scale=1.0, output_type="pt")
+    return pipeline(prompts, generator=noise, **how).images
+
+
+@pytest.fixture(scope="module")
+def drawn(pipeline):
+    """Images of the policy, and of the base."""
+    return images(pipeline.transformer), images(fresh().transformer)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_whoever_reads_an_exported_lora_draws_the_policys_images(read, folder, rounded, drawn):
+    expected, of_base = drawn
+    change = (of_base - expected).abs().max().item()
+    assert change > 0.1
+    exact = (images(read(folder)) - expected).abs().max().item()
+    in_bfloat16 = (images(read(rounded)) - expected).abs().max().item()
+    # RESULTS.md has the table: pytest tests/test_lora_readers.py -k draws -o log_cli=true -o log_cli_level=INFO
+    row = read.__name__, exact, in_bfloat16, change
+    logging.getLogger(__name__).info("%s: %.1e, bfloat16 %.1e, base %.2f", *row)
+    assert exact < 1e-4
+    assert 0 < in_bfloat16 < change / 10
 
 
 def test_a_hidden_file_of_macos_beside_a_lora_is_passed_over(folder, tmp_path):
