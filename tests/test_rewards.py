@@ -108,6 +108,14 @@ def test_a_thread_that_hangs_does_not_hold_the_process():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, timeout=100).returncode == 0
 
 
+def test_the_process_waits_for_a_call_that_ends_soon():
+    # A thread that frees tensors while the interpreter is taken down ends the process by SIGABRT.
+    code = "import time; from flow_grpo.rewards.clients.threads import Threads; "
+    code += "Threads(1).submit(lambda: (time.sleep(0.3), print('ended')))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, cwd=ROOT, env=ENV, timeout=100, text=True) == "ended\n"
+
+
 def test_what_is_waited_for_is_said(monkeypatch):
     told = threading.Event()
     lines = []
