@@ -88,6 +88,13 @@ def sparse(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def eight_bit_base(config: ConfigDict) -> ConfigDict:
+    """Frozen weights in 8 bits: half of their memory. Steps without a gradient have products in 8 bits."""
+    config.base_precision = "fp8_weights"
+    config.sample.rollout_weights = "fp8"
+    return config
+
+
 def smoke(config: ConfigDict) -> ConfigDict:
     """The same algorithm in seconds: tiny model, two epochs, fewer steps."""
     config = variants.smoke(config)
@@ -106,6 +113,7 @@ VARIANTS = (
     draft,
     leap,
     sparse,
+    eight_bit_base,
     smoke,
 )
 

@@ -27,6 +27,7 @@ from flow_grpo.algorithms.reward_gradients import PathStep, backpropagate, choos
 from flow_grpo.base import rng
 from flow_grpo.data.prompts import PlannedBatch
 from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.denoise_with_logprob import ForwardContext
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 from flow_grpo.run import reward_gradients, rewards
 from flow_grpo.run.evaluate import evaluate
@@ -38,6 +39,7 @@ from flow_grpo.run.save import save
 from flow_grpo.run.startup import start
 from flow_grpo.run.update import add_data_gradients, optimizer_step
 from flow_grpo.settings import declared
+from flow_grpo.weights import policies
 
 
 def choose_path(run: Run, epoch: int, update: int, batch: PlannedBatch) -> list[PathStep]:
@@ -63,8 +65,12 @@ def timesteps_of(run: Run, step: int, num_rows: int) -> Tensor:
 
 
 @declared.ours("rollout")
-def rollout(run: Run, epoch: int, update: int, batch: PlannedBatch) -> DrawnImages:
-    """Draw a batch of images by the ODE with the present policy, and keep the states that gradients will go through."""
+def rollout(run: Run, epoch: int, update: int, batch: PlannedBatch, fast: ForwardContext) -> DrawnImages:
+    """Draw a batch of images by the ODE with the present policy, and keep the states that gradients will go through.
+
+    Args:
+        fast: () -> context of forwards through which no gradient goes, as sample.rollout_weights says.
+    """
     train = run.config.train
     path = choose_path(run, epoch, update, batch)
     steps = [step.step for step in path]
@@ -73,15 +79,21 @@ def rollout(run: Run, epoch: int, update: int, batch: PlannedBatch) -> DrawnImag
 
     generators = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.image_numbers]
     condition = run.embed(batch.prompts)
+    short_condition = condition
+    if run.config.sample.text_multiple:
+        short_condition = condition.trimmed(run.config.sample.text_multiple)
     x = run.model.noise(run.size, generators)
     states = {}
     velocities = {}
     for step in range(num_steps):
-        velocity = velocity_at(run, step, x, condition)
+        timesteps = timesteps_of(run, step, len(x))
         if step in steps:
+            velocity = velocity_at(run, step, x, condition)
             states[step] = x
             velocities[step] = velocity
-        timesteps = timesteps_of(run, step, len(x))
+        else:
+            with torch.no_grad(), fast():
+                velocity = run.velocity(x, timesteps, short_condition)
         x = sde_step_with_logprob(run.scheduler, velocity, timesteps, x, noise_level=0.0).prev_sample
     if train.gradient_path == "refl":
         x = states[steps[0]] + path[0].weight * velocities[steps[0]]
@@ -179,11 +191,15 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, scrip
         evaluate(run, epoch)
 
         submitted = []
-        for update, of_update in enumerate(batches_of_updates(run, epoch)):
-            for batch in of_update:
-                # Images of the present policy, their rewards, and the gradients of these by the images' latents.
-                with run.board.timed("rollout"):
-                    drawn = rollout(run, epoch, update, batch)
+        for update, batches_of_update in enumerate(batches_of_updates(run, epoch)):
+            # Images of the present policy. A merged copy of its weights is freed when all of the update are drawn.
+            with run.board.timed("rollout"):
+                fast = policies.fast_forwards(run.config.sample.rollout_weights, run.model.transformer)
+                of_update = [rollout(run, epoch, update, batch, fast) for batch in batches_of_update]
+                del fast
+
+            for drawn in of_update:
+                # Their rewards, and the gradients of these by the images' latents.
                 with run.board.timed("reward"):
                     scored = reward_gradients.score(run, loaded, drawn)
                 submitted.append(scored.submitted)

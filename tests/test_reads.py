@@ -94,10 +94,9 @@ AT_THEIR_DEFAULT = {
     }
     | {setting.key for setting in table.SETTINGS if setting.read_in == "advantages"},  # for the weights alone
     table.REFL: FINGERPRINT
-    | {"sample.baseline", "train.reward_aggregation"}
-    | {"sample.text_multiple", "train.inner_epochs"}
+    | {"sample.baseline", "train.reward_aggregation", "train.inner_epochs"}
     # By evaluations, whose shortcuts are those of a rollout's completions.
-    | {"eval.exact", "eval.flash_ratio", "sample.rollout_weights", "sample.flash_solver"},
+    | {"eval.flash_ratio", "sample.flash_solver"},
 }
 # Read by name, from the config as it is stored, by nothing (the user's own), after more epochs than these, by a run
 # that goes on, after a signal, or by a dry run.

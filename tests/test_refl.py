@@ -76,6 +76,25 @@ def test_a_path_trains_by_velocities_that_are_the_rollouts_bit_for_bit(variant, 
     assert abs(epochs[0]["forwards"] - (planned.rollout + planned.update)) <= off
 
 
+def test_steps_without_a_gradient_take_the_rollouts_weights_and_short_text(how, tmp_path):
+    """Their rounding differs; where gradients go through, velocities are those of the update all the same."""
+
+    def losses(name, **more):
+        settings = how | dict(num_epochs=2, eval_freq=0, lora__rank=4, train__learning_rate=1e-2, train__ema_decay=0.0)
+        folder = train(f"{NAME},draft", tmp_path / name, **settings, **more)
+        updates, _ = first_lines(folder)
+        assert [line["parity/velocity_abs_diff_max"] for line in updates] == [0, 0, 0, 0]
+        return torch.tensor([line["policy_loss"] for line in updates])
+
+    exact = losses("exact")
+    merged = losses("merged", sample__rollout_weights="merged")
+    # An adapter begins at 0.
+    assert merged[0] == exact[0]
+    assert not torch.equal(merged, exact)
+    torch.testing.assert_close(merged, exact, rtol=1e-4, atol=0)
+    torch.testing.assert_close(losses("short", sample__text_multiple=8), exact, rtol=1e-4, atol=0)
+
+
 def test_the_images_of_a_rollout_are_the_deterministic_ones_of_their_noise(how, tmp_path):
     def rollout(run, *place):
         drawn = script.rollout(run, *place)
@@ -127,8 +146,12 @@ def test_gradients_are_those_of_one_graph_from_the_weights_to_the_reward(more, h
     """Decoded three images at a time. The policy has moved away from its reference."""
 
     def rollout(run, *place):
-        move(run.parameters)
+        # Once: all images of an update are drawn before its gradients are taken.
+        if not moved:
+            moved.append(move(run.parameters))
         return script.rollout(run, *place)
+
+    moved = []
 
     @script.declared.reads("train.beta")
     def add_gradients(run, drawn, gradient):
@@ -287,8 +310,8 @@ def test_weights_of_rewards_and_of_leaps_count_in_the_loss(how, tmp_path):
 def test_an_update_has_one_step_and_every_epoch_steps_of_its_own(how, tmp_path):
     steps = defaultdict(set)
 
-    def rollout(run, epoch, update, batch):
-        drawn = script.rollout(run, epoch, update, batch)
+    def rollout(run, epoch, update, batch, fast):
+        drawn = script.rollout(run, epoch, update, batch, fast)
         steps[epoch, update].add(drawn.path[0].step)
         return drawn
 

@@ -13,7 +13,7 @@ from flow_grpo.settings.sections import Config, Sample, Train
 class Forwards(NamedTuple):
     """Rows of an epoch's forwards, over all GPUs. A guided row counts two."""
 
-    exact: float  # of the rollout, whose velocity enters a log-prob
+    exact: float  # of the rollout, whose velocity enters a log-prob, or has a gradient in the update
     fast: float  # of the rollout, the others
     frozen: float  # of the update, without gradients: reference, old policy, teachers
     trained: float  # of the update, with gradients
@@ -124,7 +124,9 @@ def _of_gradients(sample: Sample, train: Train, plan: BatchPlan) -> _Start:
     walk = float(sample.num_steps)
     if train.gradient_path == "refl":
         walk -= (train.gradient_steps - 1) / 2
-    return _Start(exact=walk + train.gradient_noisings, fast=0, trained=plan.num_trained_steps)
+    # What the update differentiates, noisings among it, was computed exactly before.
+    trained = plan.num_trained_steps
+    return _Start(exact=trained, fast=walk + train.gradient_noisings - trained, trained=trained)
 
 
 def _of_trunk(sample: Sample, plan: BatchPlan) -> _Start:

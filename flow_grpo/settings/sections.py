@@ -18,6 +18,7 @@ RATIO = (GRPO, PR)  # with ratios of probabilities in the loss
 NOISY = (GRPO, PR, DISTILL)  # with noise in the rollout
 COMPARED = (*ONLINE, DPO)  # with images of a prompt that teach by how differently they score
 BATCHED = (GRPO, PR, NFT, DPO, DISTILL)  # with a rollout whose images take different numbers of forwards
+FAST = (*BATCHED, REFL)  # with forwards in the rollout that no log-prob and no gradient needs
 MAX_BATCH_SIZE = 4096  # rows of a forward
 TINY = 1e-6  # the least of a number above 0
 OWN_LOSS = "one of your own is registered at the top of the config file that names it: docs/howto/own_loss.md"
@@ -157,16 +158,16 @@ class Sample(Section):
     flash_solver: Literal["dpm", "extrapolate"] = setting("dpm", used_by=BATCHED, when=(("sample.flash_ratio",),))
     """Solver of flash_ratio: dpm = DPM-Solver++ on a coarser grid; extrapolate = all steps, some without a forward."""
 
-    text_multiple: int = setting(0, unit="tokens", min=0, max=2048, used_by=BATCHED, resumable=True)
-    """Pad text to a multiple of this where no log-prob is computed, in train_*_nft.py in the update, too; 0 =
-    text_tokens."""
+    text_multiple: int = setting(0, unit="tokens", min=0, max=2048, used_by=FAST, resumable=True)
+    """Pad text to a multiple of this where no log-prob is computed and no gradient is taken, in train_*_nft.py in the
+    update, too; 0 = text_tokens."""
 
     rollout_weights: Literal["exact", "merged", "merged_fp8", "fp8"] = setting(
-        "exact", used_by=BATCHED, when=(("lora.rank",), ("fsdp.mode", "replicate"))
+        "exact", used_by=FAST, when=(("lora.rank",), ("fsdp.mode", "replicate"))
     )
-    """Weights of forwards without a log-prob: exact = the update's; merged = a copy with the adapter added, faster;
-    merged_fp8 = a copy in fp8 whose products are fp8, other images; fp8 = no copy, but fp8 products of base_precision
-    fp8_weights."""
+    """Weights of forwards without a log-prob or a gradient: exact = the update's; merged = a copy with the adapter
+    added, faster; merged_fp8 = a copy in fp8 whose products are fp8, other images; fp8 = no copy, but fp8 products of
+    base_precision fp8_weights."""
 
 
 @dataclass(frozen=True)
@@ -438,7 +439,7 @@ class Eval(Section):
     batch_size: int = setting(64, unit="rows", min=1, max=10**5, resumable=True)
     """Rows per forward and GPU."""
 
-    exact: bool = setting(False, used_by=BATCHED, resumable=True)
+    exact: bool = setting(False, used_by=FAST, resumable=True)
     """Draw the images that choose the best policy as the test's are drawn, by the update's weights; False = by
     sample.rollout_weights and sample.text_multiple, as a rollout's where no log-prob is computed."""
 
