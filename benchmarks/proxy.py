@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from flow_grpo.base.formatting import markdown_table
 from flow_grpo.command_line import command_line
@@ -123,7 +124,9 @@ def draw(runs: Runs, file: Path) -> None:
         by_proxy.set_xlabel("score of the proxy, which is trained on")
         by_forwards.set_xlabel("rows of the transformer")
         by_forwards.set_xscale("log")
+        by_forwards.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         by_forwards.xaxis.set_major_formatter("{x:,.0f}")
+        by_forwards.xaxis.set_minor_formatter(NullFormatter())
         for axes in (by_proxy, by_forwards):
             axes.set_ylabel("true score")
             axes.grid(color="#e8e8e8")

@@ -316,7 +316,7 @@ def endpoint(config: ConfigDict) -> ConfigDict:
 
 
 def _of_endpoints(config: ConfigDict) -> ConfigDict:
-    """Noise in all steps, so little that they hardly leave the path of the ODE, and whole groups in each batch."""
+    """Noise in all steps, so little that they hardly leave the path of the ODE, whole groups in each batch, a pull."""
     defaults = default_config()
     config.sample.noise_level = 0.1
     config.sample.sde_window_size = 0
@@ -324,6 +324,8 @@ def _of_endpoints(config: ConfigDict) -> ConfigDict:
     config.sample.sde_window_interval = defaults.sample.sde_window_interval
     config.sample.global_std = True
     config.train.updates_per_epoch = 1
+    # The direction of an epoch is relative to the policy before it: without a pull, steps along it add up.
+    config.train.beta = 0.1
     config.sample.batch_size = math.lcm(config.sample.batch_size, config.sample.num_images_per_prompt)
     return config
 
