@@ -14,7 +14,7 @@ config = None
 if __name__ == "__main__":  # before torch is imported, so that --help, --list and mistakes are answered at once
     config = command_line.parse("config/refl.py:shapes_proxy_qwenimage_refl", checks.REFL)
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -64,6 +64,12 @@ def timesteps_of(run: Run, step: int, num_rows: int) -> Tensor:
     return run.scheduler.timesteps[step].repeat(num_rows)
 
 
+def shortened(run: Run, condition: Condition) -> Condition:
+    """Condition without the padding that sample.text_multiple leaves out."""
+    multiple = run.config.sample.text_multiple
+    return condition.trimmed(multiple) if multiple else condition
+
+
 @declared.ours("rollout")
 def rollout(run: Run, epoch: int, update: int, batch: PlannedBatch, fast: ForwardContext) -> DrawnImages:
     """Draw a batch of images by the ODE with the present policy, and keep the states that gradients will go through.
@@ -79,9 +85,7 @@ def rollout(run: Run, epoch: int, update: int, batch: PlannedBatch, fast: Forwar
 
     generators = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.image_numbers]
     condition = run.embed(batch.prompts)
-    short_condition = condition
-    if run.config.sample.text_multiple:
-        short_condition = condition.trimmed(run.config.sample.text_multiple)
+    short_condition = shortened(run, condition)
     x = run.model.noise(run.size, generators)
     states = {}
     velocities = {}
@@ -107,6 +111,15 @@ def rollout(run: Run, epoch: int, update: int, batch: PlannedBatch, fast: Forwar
         loss_weight = leap_weights(path, states, velocities, x, train.leap_tolerance)
         run.meter.add(leap_weight=loss_weight)
     return DrawnImages(batch, condition, path, states, velocities, x, loss_weight, share)
+
+
+def draw(
+    run: Run, epoch: int, update: int, batches_of_update: list[PlannedBatch], rollout: Callable[..., DrawnImages]
+) -> list[DrawnImages]:
+    """Draw all images of an update with the present policy. A merged copy of its weights is freed at the end, before
+    what scores and differentiates the images needs the memory."""
+    fast = policies.fast_forwards(run.config.sample.rollout_weights, run.model.transformer)
+    return [rollout(run, epoch, update, batch, fast) for batch in batches_of_update]
 
 
 def noised_anew(run: Run, epoch: int, drawn: DrawnImages) -> Iterator[DrawnImages]:
@@ -192,12 +205,8 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, scrip
 
         submitted = []
         for update, batches_of_update in enumerate(batches_of_updates(run, epoch)):
-            # Images of the present policy. A merged copy of its weights is freed when all of the update are drawn.
             with run.board.timed("rollout"):
-                fast = policies.fast_forwards(run.config.sample.rollout_weights, run.model.transformer)
-                of_update = [rollout(run, epoch, update, batch, fast) for batch in batches_of_update]
-                del fast
-
+                of_update = draw(run, epoch, update, batches_of_update, rollout)
             for drawn in of_update:
                 # Their rewards, and the gradients of these by the images' latents.
                 with run.board.timed("reward"):
