@@ -52,7 +52,7 @@ def pickscore(config: ConfigDict) -> ConfigDict:
     config.vae_batch_size = 2
     config.sample.num_prompts_per_epoch = 128
     config.sample.num_images_per_prompt = 2
-    config.sample.batch_size = 4
+    config.sample.batch_size = 8
     config.train.learning_rate = 1e-4
     config.train.updates_per_epoch = 4
     config.train.ema_decay = 0.95
