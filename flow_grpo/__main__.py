@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=8 -m flow_grpo train_qwenimage_pr --config config/grpo.py:pickscore_qwenimage_pr
     flow-grpo evaluate --help
 
-The scripts, the configs and the small data sets of a checkout come with the package. What follows the name is the
-script's own.
+The scripts, some tools, the configs and the small data sets of a checkout come with the package. What follows the name
+is the script's own.
 """
 
 import difflib
@@ -14,8 +14,6 @@ import sys
 
 from flow_grpo import __version__
 from flow_grpo.base import locations
-
-SCRIPTS = locations.ROOT / "scripts"
 
 
 def main() -> None:
@@ -27,26 +25,22 @@ def main() -> None:
     if name == "--version":
         print(__version__)
         return
-    if name not in script_names():
-        nearest = difflib.get_close_matches(name, script_names(), cutoff=0)
+    commands = locations.commands()
+    if name not in commands:
+        nearest = difflib.get_close_matches(name, commands, cutoff=0)
         sys.exit(f"flow_grpo has no script {name!r}; nearest: {', '.join(nearest)}; --help lists all")
-    path = SCRIPTS / f"{name}.py"
+    path = commands[name]
     # As Python does for a script that is started by its path: scripts import each other.
     sys.argv = [str(path), *sys.argv[2:]]
-    sys.path.insert(0, str(SCRIPTS))
+    sys.path.insert(0, str(path.parent))
     runpy.run_path(str(path), run_name="__main__")
-
-
-def script_names() -> list[str]:
-    """Names of the scripts, without `.py`, sorted."""
-    return sorted(path.stem for path in SCRIPTS.glob("*.py"))
 
 
 def usage() -> str:
     """The text of --help: the examples above, then a line for each script with the first line of its docstring."""
     lines = [__doc__ or "", "scripts:"]
-    for name in script_names():
-        docstring = (SCRIPTS / f"{name}.py").read_text(encoding="utf-8").removeprefix('"""')
+    for name, path in locations.commands().items():
+        docstring = path.read_text(encoding="utf-8").removeprefix('"""')
         lines.append(f"  {name:<26} {docstring.splitlines()[0]}")
     return "\n".join(lines)
 

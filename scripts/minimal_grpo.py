@@ -24,9 +24,11 @@ from torch import Tensor
 from flow_grpo import rewards
 from flow_grpo.algorithms.advantages import group_advantages
 from flow_grpo.algorithms.losses import clipped_surrogate
+from flow_grpo.base import locations
 from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 
-ROOT = Path(__file__).resolve().parents[1]
+MODEL = locations.resolve("flow_grpo/assets/tiny_qwenimage")
+PROMPTS = Path(locations.resolve("dataset/shapes/train_metadata.jsonl"))
 
 SIDE = 4  # an image is 4 x 4 tokens of 16 x 16 pixels
 CHANNELS = 64  # of a token of the latents
@@ -106,7 +108,7 @@ def add_gradients(pipeline: QwenImagePipeline, text: tuple, noisy_steps: list[No
 
 def load_pipeline() -> QwenImagePipeline:
     """Load the tiny model, with the schedule that its pipeline would set for images of this size."""
-    pipeline = QwenImagePipeline.from_pretrained(ROOT / "flow_grpo/assets/tiny_qwenimage")
+    pipeline = QwenImagePipeline.from_pretrained(MODEL)
 
     # The limits are those of its scheduler's config.
     shift = calculate_shift(SIDE * SIDE, max_seq_len=8192, max_shift=0.9)
@@ -122,7 +124,7 @@ def train(reward: str, num_epochs: int, num_prompts: int, group_size: int) -> No
 
     # Each prompt stands group_size times in a row: its images are neighbours.
     metadata = []
-    for line in (ROOT / "dataset/shapes/train_metadata.jsonl").read_text().splitlines()[:num_prompts]:
+    for line in PROMPTS.read_text().splitlines()[:num_prompts]:
         metadata += [json.loads(line)] * group_size
     prompts = [row["prompt"] for row in metadata]
     groups = torch.arange(len(prompts)) // group_size

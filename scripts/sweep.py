@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     add("--ranks", type=int, default=1, help="GPUs of each run, by torchrun; without a GPU, processes of each run")
     add("--parallel", type=int, default=1, help="runs that share a GPU, or the CPU")
     add("--slurm", action="store_true", help="start nothing: write the file of an array job")
-    add("script", type=Path, help="the training script")
+    add("script", help="the training script: its path, or its name if the package ships it")
     add("flags", nargs=argparse.REMAINDER, help="its flags, such as --config config/nft.py:shapes_qwenimage_nft")
     return parser
 
@@ -106,8 +106,8 @@ def _parsed(text: str) -> tuple[str, list[str]]:
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise UserError for what no run could be started with."""
     members_of(args.vary)
-    if not args.script.is_file():
-        raise UserError(f"{args.script} is no file")
+    if not locations.find_command(args.script).is_file():
+        raise UserError(f"{args.script} is no file, and no script of the package")
     if args.slurm and (args.gpus or args.ranks > 1 or args.parallel > 1):
         raise UserError("--gpus, --ranks and --parallel would be ignored with --slurm: a task has its machine's GPUs")
     for name in ("ranks", "parallel"):
@@ -157,7 +157,7 @@ class Sweep:
         if self.args.ranks > 1:
             start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.args.ranks}", HANDLED]
         flags = [*self.args.flags, *member.settings(self.out), "--config.resume_from=latest"]
-        return [*start, str(self.args.script), *flags]
+        return [*start, str(locations.find_command(self.args.script)), *flags]
 
     def run(self) -> None:
         """Make every run that has not ended."""
@@ -230,39 +230,36 @@ def last_line(log: Path) -> str:
     return printed[-1] if printed else "and printed nothing"
 
 
-class Scores(NamedTuple):
-    """Tests of a run by eval.best_by."""
+class Row(NamedTuple):
+    """Scores of a run by eval.best_by, as the columns of the table."""
 
-    before: float
+    validation: float  # of the weights that the validation chose
+    before: float  # tests: before training, at the end, and of the weights that the validation chose
     last: float
-    best: float  # of the weights that the validation chose
+    best: float
 
 
-def scores_of(folder: Path) -> Scores | None:
-    """Return the tests of a run that has ended; None if it made none."""
-    history = run_history.read_run(folder, folder.name)
-    best_by = history.config.eval.best_by
-    tests = []
-    best = None
-    for line in history.lines("test"):
-        if f"test/{best_by}" in line:
-            tests.append(line[f"test/{best_by}"])
-        best = line.get(f"test_best/{best_by}", best)
-    if not tests or best is None:
-        return None
-    return Scores(tests[0], tests[-1], best)
+def row_of(folder: Path) -> Row | None:
+    """Return the scores of a run that has ended; None if it made no validation or no test."""
+    scores = run_history.scores(run_history.read_run(folder, folder.name))
+    values = []
+    for score in (scores.best, scores.first_test, scores.last_test, scores.test_of_best):
+        if score is None:
+            return None
+        values.append(score.value)
+    return Row(*values)
 
 
 def write_table(out: Path, members: list[Member]) -> str:
-    """Write table.md: the tests of each combination, over its seeds. Returns its text."""
+    """Write table.md: the scores of each combination, over its seeds. Returns its text."""
     rows_of = defaultdict(list)
     for member in members:
-        scores = scores_of(out / member.name) if has_ended(out / member.name) else None
-        if scores:
+        row = row_of(out / member.name) if has_ended(out / member.name) else None
+        if row:
             combination = tuple(value for key, value in member.values.items() if key != "seed")
-            rows_of[combination].append(scores)
+            rows_of[combination].append(row)
     keys = [key for key in members[0].values if key != "seed"]
-    head = [*keys, "runs", "test: before", "last", "best", "lowest best"]
+    head = [*keys, "runs", "validation: best", "test: before", "last", "best", "lowest best"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for combination, rows in rows_of.items():
         means = [_mean(list(column)) for column in zip(*rows, strict=True)]
@@ -288,11 +285,14 @@ def write_slurm(args: argparse.Namespace) -> None:
     if any(re.search(r"[\s'\"]", setting) for member in members for setting in member.settings(out)):
         raise UserError("an array job takes no value and no folder with a blank or a quotation mark")
     (out / "settings.txt").write_text("\n".join(lines) + "\n")
-    script = locations.PACKAGE.parent / "scripts" / "multi_node" / "slurm.sh"
-    print(
-        f"SWEEP={out / 'settings.txt'} sbatch --nodes=1 --array=1-{len(members)} {script} "
-        f"{shlex.join([str(args.script), *args.flags])}"
-    )
+    job = locations.ROOT / "scripts" / "multi_node" / "slurm.sh"
+    environment = f"SWEEP={out / 'settings.txt'}"
+    script = args.script
+    if Path.cwd() != locations.ROOT.resolve():
+        # A job takes the folder in which it is submitted for the checkout.
+        environment += f" CHECKOUT={locations.ROOT}"
+        script = str(locations.find_command(script).absolute())
+    print(f"{environment} sbatch --nodes=1 --array=1-{len(members)} {job} {shlex.join([script, *args.flags])}")
 
 
 def main(args: argparse.Namespace) -> int:

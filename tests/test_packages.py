@@ -11,12 +11,14 @@ import sys
 import zipfile
 from collections import Counter
 from email.parser import Parser
+from pathlib import Path
 
 import pytest
 import yaml
 from small import ENV, ROOT
 
 import flow_grpo
+from flow_grpo.base import locations
 from flow_grpo.diffusers_patch import registry
 
 PACKAGE = ROOT / "flow_grpo"
@@ -176,7 +178,7 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     for name in SOURCES:
         shutil.copy(ROOT / name, folder)
-    for name in ("flow_grpo", "dataset/shapes", "dataset/edits", "scripts", "config"):
+    for name in ("flow_grpo", "dataset/shapes", "dataset/edits", "scripts", "tools", "config"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, folder]
     subprocess.run(command, check=True, env=ENV, capture_output=True, timeout=300)
@@ -197,6 +199,17 @@ def test_a_wheel_holds_every_module_the_tiny_model_and_the_shapes(wheel):
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"flow_grpo"}
 
 
+ONE_EPOCH = """
+import sys
+from flow_grpo.base import locations
+
+sys.path.insert(0, str(locations.ROOT / "scripts"))
+import minimal_grpo
+
+minimal_grpo.train("shapes", num_epochs=1, num_prompts=1, group_size=2)
+"""
+
+
 @pytest.mark.slow
 def test_an_installed_package_runs_the_scripts_and_configs_that_it_carries(wheel, tmp_path):
     wheel.extractall(tmp_path / "site")
@@ -215,10 +228,26 @@ def test_an_installed_package_runs_the_scripts_and_configs_that_it_carries(wheel
     (folder,) = run_folder.glob("*/")
     assert (folder / "transformer" / "diffusion_pytorch_model.safetensors").is_file()
     listed = subprocess.run([*command[:3], "--help"], env=env, cwd=tmp_path, capture_output=True, text=True).stdout
-    for script in (ROOT / "scripts").glob("*.py"):
-        assert f"\n  {script.stem} " in listed
+    names = [path.stem for path in (ROOT / "scripts").glob("*.py")]
+    for script in (*names, *locations.TOOLS):
+        assert f"\n  {script} " in listed
     unknown = subprocess.run([*command[:3], "train_qwen"], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert (unknown.returncode, "nearest: train_qwenimage" in unknown.stderr) == (1, True)
+
+    def answer(*words):
+        done = subprocess.run([sys.executable, *words], env=env, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    (tmp_path / "prompts.txt").write_text("a fox\nan owl\na bear\n")
+    split = ("split_prompts", "prompts.txt", "--out", "mine", "--test=1", "--validation=1")
+    assert "train.txt: 1 prompts" in answer("-m", "flow_grpo", *split)
+    sweep = ("sweep", "--slurm", "--out", "rates", "--vary", "seed=1,2", "train_qwenimage")
+    job, script = re.findall(r"\S+/scripts/\S+", answer("-m", "flow_grpo", *sweep))
+    assert Path(job).is_file()
+    assert Path(script).is_file()
+    answer("-m", "flow_grpo", "check_parity", "--help")
+    answer("-c", ONE_EPOCH)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_what_no_run_could_be_started_with_is_refused(tmp_path):
         ("key twice", lambda: parsed(*vary, "seed=1", "--vary", "seed=2", SCRIPT), ["names a setting twice"]),
         ("run_name", lambda: parsed(*vary, "run_name=a", SCRIPT), ["--vary run_name would be ignored"]),
         ("its flag", lambda: parsed(*vary, "seed=1", SCRIPT, "--config.output_dir=x"), ["output_dir would be ignored"]),
-        ("no script", lambda: parsed(*vary, "seed=1", "nowhere.py"), ["nowhere.py is no file"]),
+        ("no script", lambda: parsed(*vary, "seed=1", "nowhere.py"), ["nowhere.py is no file", "package"]),
         ("gpus", lambda: parsed("--gpus=0", "--ranks=2", *vary, "seed=1", SCRIPT), ["--ranks 2", "this sweep has 1"]),
         ("ranks", lambda: parsed("--ranks=0", *vary, "seed=1", SCRIPT), ["--ranks is 0"]),
         ("slurm", lambda: parsed("--slurm", "--gpus=0", *vary, "seed=1", SCRIPT), ["ignored with --slurm"]),
@@ -75,6 +75,17 @@ def test_an_array_job_has_the_settings_of_each_run(tmp_path, capsys):
     assert said.endswith(f"slurm.sh {SCRIPT} --config config/grpo.py:a\n")
 
 
+def test_an_array_job_that_is_submitted_elsewhere_is_told_where_the_checkout_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep.main(parsed("--slurm", "--out", "runs", "--vary", "seed=1,2", "train_qwenimage"))
+    said = capsys.readouterr().out
+    assert f" CHECKOUT={ROOT} sbatch " in said
+    assert said.endswith(f" {ROOT}/scripts/multi_node/slurm.sh {ROOT / SCRIPT}\n")
+
+
+SCORES = {"eval/jpeg_compressibility": -1.0, "test/jpeg_compressibility": -3.0, "test_best/jpeg_compressibility": -2.0}
+
+
 def test_the_table_has_means_over_seeds_and_the_lowest(recorded, tmp_path):
     """Three copies of a run, of which one has not ended."""
     members = sweep.members_of(["train.learning_rate=1,2", "seed=1,2"])
@@ -83,17 +94,17 @@ def test_the_table_has_means_over_seeds_and_the_lowest(recorded, tmp_path):
         lines = []
         for text in (folder / "metrics.jsonl").read_text().splitlines():
             line = json.loads(text)
-            for name in ("test/jpeg_compressibility", "test_best/jpeg_compressibility"):
+            for name, base in SCORES.items():
                 if name in line:
-                    line[name] = added - 2.0 if "best" in name else added - 3.0
+                    line[name] = added + base
             lines.append(json.dumps(line))
         (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     change_json(tmp_path / members[2].name / "run.json", starts=[])
     text = sweep.write_table(tmp_path, members)
     assert text == (tmp_path / "table.md").read_text()
     head, _, row = text.splitlines()
-    assert head == "| train.learning_rate | runs | test: before | last | best | lowest best |"
-    assert row == "| 1 | 2 | -2.75 ± 0.25 | -2.75 ± 0.25 | -1.75 ± 0.25 | -2 |"
+    assert head == "| train.learning_rate | runs | validation: best | test: before | last | best | lowest best |"
+    assert row == "| 1 | 2 | -0.75 ± 0.25 | -2.75 ± 0.25 | -2.75 ± 0.25 | -1.75 ± 0.25 | -2 |"
 
 
 @pytest.mark.slow

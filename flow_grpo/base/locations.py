@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1]
 # Where scripts/, config/ and dataset/ lie: the checkout, or what an installed package carries of it.
 _IS_CHECKOUT = (PACKAGE.parent / "config" / "grpo.py").is_file()
 ROOT = PACKAGE.parent if _IS_CHECKOUT else PACKAGE / "assets"
+TOOLS = "check_parity", "convert_lora", "split_prompts"  # of those in tools/, what a user of an installed package needs
 LORA_FILES = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"  # of diffusers and of peft
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # OWNER/NAME
 
@@ -25,6 +26,23 @@ def resolve(path: str) -> str:
         if (folder / path).exists():
             return str(folder / path)
     return path
+
+
+def commands() -> dict[str, Path]:
+    """Return the files that `python -m flow_grpo NAME` runs, by their names without `.py`, sorted."""
+    files = {path.stem: path for path in (ROOT / "scripts").glob("*.py")}
+    for name in TOOLS:
+        files[name] = ROOT / "tools" / f"{name}.py"
+    return dict(sorted(files.items()))
+
+
+def find_command(name: str) -> Path:
+    """Return the file of a script: one here, or else a shipped one by its path in a checkout or by its name. Where
+    there is none, the path has no file."""
+    path = Path(resolve(name))
+    if path.is_file():
+        return path
+    return commands().get(name.removesuffix(".py"), path)
 
 
 def is_hub_id(name: str) -> bool:

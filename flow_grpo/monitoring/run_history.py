@@ -128,10 +128,10 @@ def group_label(runs: Sequence[RunHistory]) -> str:
 def _summary_row(run: RunHistory) -> list[str]:
     epochs = run.lines("epoch")
     alarmed = [record for record in epochs if record.get("health/limits_exceeded", 0) > 0]
-    scores = _scores(run)
-    cells = list(map(_cell, scores))
-    if scores.best:
-        cells[Scores._fields.index("best")] += f" (after {scores.best.epoch} epochs)"
+    of_run = scores(run)
+    cells = list(map(_cell, of_run))
+    if of_run.best:
+        cells[Scores._fields.index("best")] += f" (after {of_run.best.epoch} epochs)"
     progress = f"{len(epochs)} of {run.config.num_epochs}"
     return [run.label, progress, tqdm.format_interval(run.seconds()), _score_name(run), *cells, str(len(alarmed))]
 
@@ -148,7 +148,7 @@ def _score_name(run: RunHistory) -> str:
 def _mean_row(runs: Sequence[RunHistory]) -> list[str]:
     """Return means over seeds with their standard errors, where all runs have a score."""
     cells = []
-    for column in zip(*map(_scores, runs)):
+    for column in zip(*map(scores, runs)):
         if None in column:
             cells.append("")
             continue
@@ -159,7 +159,8 @@ def _mean_row(runs: Sequence[RunHistory]) -> list[str]:
     return [group_label(runs), "", "", _score_name(runs[0]), *cells, ""]
 
 
-def _scores(run: RunHistory) -> Scores:
+def scores(run: RunHistory) -> Scores:
+    """Return the evaluations and tests of a run by the score that chooses its best policy."""
     evaluations = _scores_of(run, "eval")
     tests = _scores_of(run, "test")
     finite = [score for score in evaluations if math.isfinite(score.value)]
@@ -174,19 +175,19 @@ def _scores(run: RunHistory) -> Scores:
     )
 
 
-def _at(scores: list[Score], index: int) -> Score | None:
+def _at(found: list[Score], index: int) -> Score | None:
     """Return the first or the last score; None if there is none."""
-    return scores[index] if scores else None
+    return found[index] if found else None
 
 
 def _scores_of(run: RunHistory, kind: str) -> list[Score]:
     """Return the comparable evaluations of a kind, the oldest first."""
     name = f"{kind}/{run.config.eval.best_by}"
-    scores = []
+    found = []
     for line in run.records:
         if name in line and line["epoch"] >= run.evaluations_since:
-            scores.append(Score(line[name], line.get(f"{kind}/std_error"), int(line["epoch"])))
-    return scores
+            found.append(Score(line[name], line.get(f"{kind}/std_error"), int(line["epoch"])))
+    return found
 
 
 def changed_settings(runs: Sequence[RunHistory]) -> Table:
