@@ -16,6 +16,7 @@ from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.kernels.quantised_linear import QuantisedLinear
 from flow_grpo.weights import policies, quantisation, safetensors_reader
 from flow_grpo.weights.quantisation import KINDS, quantised_layers
+from flow_grpo.weights.safetensors_reader import StoredWeights
 
 PLAIN = {"jpeg_compressibility": 1.0}  # no two images score alike
 FOR_A_RUN = dict(FEW, num_epochs=1, eval_freq=0, reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
@@ -48,7 +49,7 @@ def test_every_frozen_layer_of_a_unit_is_quantised_and_filled_from_stored_weight
     for unit in model.transformer.modules():
         if type(unit).__name__ in model.SHARD_UNITS:
             assert nn.Linear not in map(type, unit.modules())
-    safetensors_reader.fill_transformer(empty.to_empty(device="cpu"), tmp_path, copy_to)
+    safetensors_reader.fill_transformer(empty.to_empty(device="cpu"), StoredWeights(tmp_path), copy_to)
     expected = numbers_of(model.transformer)
     assert expected
     torch.testing.assert_close(numbers_of(empty), expected, rtol=0, atol=0)

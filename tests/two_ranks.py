@@ -12,6 +12,7 @@ from peft import LoraConfig
 from flow_grpo.base import distributed
 from flow_grpo.weights import fsdp_utils
 from flow_grpo.weights.ema import Ema
+from flow_grpo.weights.safetensors_reader import StoredWeights
 
 TINY = dict(
     num_layers=2,
@@ -77,7 +78,7 @@ def build(weights: Path, mesh=None, *, lora: bool, precision: str = "fp32", chec
             transformer.add_adapter(LORA)
     if checkpointed:
         transformer.enable_gradient_checkpointing()
-    how = dict(units=UNITS, device=CPU, precision=precision, weights=weights, init=adapter_weights) | how
+    how = dict(units=UNITS, device=CPU, precision=precision, weights=StoredWeights(weights), init=adapter_weights) | how
     vars(transformer)["network"] = fsdp_utils.prepare(Rows(transformer), mesh, **how)  # hidden from the transformer
     return transformer
 

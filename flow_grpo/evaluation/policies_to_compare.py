@@ -11,7 +11,7 @@ from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.settings import stored_config, table
 from flow_grpo.settings.sections import Config
-from flow_grpo.weights import finite, fsdp_utils, load_weights, lora_files, model_files, policies
+from flow_grpo.weights import base_lora, finite, fsdp_utils, load_weights, lora_files, model_files, policies
 
 # Settings that an evaluation reads; config.model is each policy's own.
 READ = (
@@ -110,10 +110,12 @@ def check_candidate(candidate: Candidate, family: type[FlowModel]) -> None:
             f"config.base_precision is {base_precision!r}, but {candidate.name!r} trained all weights: it has no "
             "frozen base"
         )
-    if candidate.lora is None:
-        return
-    adapter = lora_files.check_adapter(candidate.lora)
-    lora_files.check_fits(candidate.lora, adapter, family.empty_transformer(model), model)
+    transformer = family.empty_transformer(model)
+    if candidate.config.lora.base and not candidate.transformer:
+        base_lora.check(candidate.config.lora.base, transformer, family, model)
+    if candidate.lora is not None:
+        adapter = lora_files.check_adapter(candidate.lora)
+        lora_files.check_fits(candidate.lora, adapter.shapes, transformer, model)
 
 
 def load_candidate(candidate: Candidate, family: type[FlowModel], device: torch.device) -> FlowModel:

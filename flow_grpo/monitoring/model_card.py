@@ -76,6 +76,7 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
         kind="A LoRA" if config.lora.rank else "Full weights of the transformer",
         base=config.model if is_public else Path(config.model).name,
         is_hub_id=is_hub_id,
+        added=Path(config.lora.base).name,
         algorithm=algorithm(config),
         before=before_and_after(run, "test_best/" if folder.name == best.NAME else "test/"),
         config=config,

@@ -27,7 +27,7 @@ FREE = {
         "eval_freq",
         "dataset",
     ),
-    *("lora.alpha", "lora.path", "lora.export_dtype"),
+    *("lora.alpha", "lora.base", "lora.path", "lora.export_dtype"),
     *("sample.noise_level", "sample.num_prompts_per_epoch", "sample.num_images_per_prompt", "sample.global_std"),
     *("sample.baseline", "train.learning_rate", "train.learning_rate_schedule", "train.warmup_updates"),
     *("train.adam_betas", "train.weight_decay", "train.max_grad_norm", "train.clip_range", "train.parity_limit"),

@@ -29,6 +29,7 @@ PLACES = {
     "dataset": "config.dataset",
     "model": "config.model",
     "lora_path": "config.lora.path",
+    "lora_base": "config.lora.base",
     "preferences_path": "config.preferences.path",
     "train_teachers": "config.train.teachers",
     "train_data": "config.train.data",
@@ -48,6 +49,7 @@ class Inputs(NamedTuple):
     rewards_since: int = 0  # epochs completed when any of these files, or a branch's settings, changed last
     train_teachers: dict[str, str] = {}  # noqa: RUF012  by folder and file; nothing writes to it
     train_data: dict[str, str] = {}  # noqa: RUF012  of images and captions
+    lora_base: dict[str, str] = {}  # noqa: RUF012
     sources: dict[str, str] | None = None  # pictures to be edited that the data set names; None = not known
 
     def of_figures(self) -> dict[str, str]:
@@ -76,6 +78,7 @@ def current_inputs(config: Config, run_folder: Path, prompt_files: Sequence[Prom
         dataset=checksums.file_digests({file.path.name: file.path for file in prompt_files}, memory),
         model=_model(locations.resolve(config.model), memory),
         lora_path=_adapter(config.lora.path, memory),
+        lora_base=_adapter(config.lora.base, memory),
         preferences_path=_pairs(config.preferences.path, memory),
         rewards=checksums.file_digests(_reward_files(config), memory),
         train_teachers=teachers,

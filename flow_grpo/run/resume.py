@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
 
 # Settings that a branch cannot change.
-INHERITED = "model", "model_class", "lora.rank", "lora.alpha", "lora.path", "lora.targets"
+INHERITED = "model", "model_class", "lora.rank", "lora.alpha", "lora.base", "lora.path", "lora.targets"
 
 
 def take_folder(config: Config, prompt_files: Sequence[PromptFile] = ()) -> Place:

@@ -16,6 +16,7 @@ from flow_grpo.run.run import EpochStart, Run
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
 from flow_grpo.weights import finite, fsdp_utils, offload, policies
+from flow_grpo.weights.safetensors_reader import StoredWeights
 
 
 def state(run: Run) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ def load_export(run: Run, folder: Path) -> None:
     if run.config.lora.rank:
         fsdp_utils.fill_weights(transformer, None, policies.stored_adapter(folder, run.config.lora))
     else:
-        fsdp_utils.fill_weights(transformer, folder / "transformer", None)
+        fsdp_utils.fill_weights(transformer, StoredWeights(folder / "transformer"), None)
 
 
 def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Evaluation:

@@ -59,6 +59,10 @@ class Lora(Section):
     alpha: int = setting(64, min=1, typed_when=(("lora.rank",),))
     """Scale of the adapter, times its rank."""
 
+    base: str = setting("")
+    """LoRA that is added to the model's own weights when they are loaded, such as that of a few-step model, a folder or
+    a file that diffusers reads; "" = none. It is not trained: the policy is, with it."""
+
     path: str = setting("", when=(("lora.rank",),))
     """LoRA of diffusers or peft to start from, a folder or a file; "" = a fresh adapter."""
 

@@ -9,7 +9,6 @@ fast with LoRA, since only the adapter's gradients travel), `shard` (FSDP2: ever
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from flow_grpo.base import distributed
 from flow_grpo.base.errors import UserError
 from flow_grpo.kernels.quantised_linear import QuantisedLinear
 from flow_grpo.weights import quantisation, safetensors_reader
+from flow_grpo.weights.safetensors_reader import StoredWeights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -64,7 +64,7 @@ def prepare(
     units: tuple[str, ...],
     device: torch.device,
     precision: str,
-    weights: Path | str | None,
+    weights: StoredWeights | None,
     init: AdapterInit | None = None,
     offload: bool = False,
 ) -> nn.Module:
@@ -77,7 +77,7 @@ def prepare(
         units: class names of the modules that gather their weights at once, e.g. ("QwenImageTransformerBlock",).
         precision: "fp32" or "bf16", of the frozen weights, and of all weights in a sharded forward. The caller
             provides autocast for float32 weights, in every layout, or inputs of that dtype.
-        weights: folder with diffusers' safetensors, of which each rank reads its own rows.
+        weights: of which each rank reads its own rows.
         init: the adapter's first weights.
         offload: keep sharded weights, their gradients and the optimizer's state of them in pinned host memory; a
             unit's weights are on the device only while it computes.
@@ -98,13 +98,13 @@ def prepare(
 
 
 @torch.no_grad()
-def fill_weights(transformer: nn.Module, weights: Path | str | None, init: AdapterInit | None) -> None:
-    """Fill a transformer that is laid out: its adapters by `init`, everything else from the folder `weights`.
+def fill_weights(transformer: nn.Module, weights: StoredWeights | None, init: AdapterInit | None) -> None:
+    """Fill a transformer that is laid out: its adapters by `init`, everything else from `weights`.
 
     Arguments and errors as in `prepare`; None leaves those weights as they are.
     """
     if weights is not None:
-        safetensors_reader.fill_transformer(transformer, Path(weights), _copy_rows)
+        safetensors_reader.fill_transformer(transformer, weights, _copy_rows)
     if init is not None:
         for name, parameter in trainable_parameters(transformer).items():
             if "lora_" in name:
@@ -182,7 +182,7 @@ def _materialise(network: nn.Module, device: torch.device, offload: bool) -> Non
 
 
 def _copy_rows(target: Tensor | QuantisedLinear, source: Any) -> None:
-    """Copy this rank's rows of `source`, a tensor or a slice of a safetensors file, to `target`."""
+    """Copy this rank's rows of `source`, a tensor or a slice of a safetensors file, changed or not, to `target`."""
     if isinstance(target, QuantisedLinear):
         target.store(source[:])
         return

@@ -4,19 +4,22 @@ from pathlib import Path
 
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.settings.sections import Config, Lora
-from flow_grpo.weights import fsdp_utils, lora_files, model_files, policies, quantisation
+from flow_grpo.weights import base_lora, fsdp_utils, lora_files, model_files, policies, quantisation
+from flow_grpo.weights.safetensors_reader import StoredWeights
 
 
 def check_model(model: str, lora: Lora, family: type[FlowModel]) -> None:
     """Raises UserError, before any weight is loaded, for a model whose parts are missing, and for an adapter that
     cannot be used. `model_files.check_weights` checks a model's files of weights."""
     model_files.check_parts(model, family)
-    if lora.targets or lora.path:
+    if lora.targets or lora.path or lora.base:
         transformer = family.empty_transformer(model)
+        if lora.base:
+            base_lora.check(lora.base, transformer, family, model)
         policies.check_targets(lora, transformer, family)
         adapter = policies.check_lora(lora)
         if adapter is not None:
-            lora_files.check_fits(lora.path, adapter, transformer, model)
+            lora_files.check_fits(lora.path, adapter.shapes, transformer, model)
             lora_files.check_trained(lora.path, adapter, policies.targets(lora, family))
 
 
@@ -31,9 +34,16 @@ def fill_model(
     """Fill a transformer on the meta device, after its layers are quantised.
 
     Args:
-        weights: folder of everything but adapters; None = the model's own.
+        weights: folder of everything but adapters, which config.lora.base has been added to where there is one; None =
+            the model's own.
         init: the adapter's first weights; None = by config.lora.
     """
+    if weights is not None:
+        stored = StoredWeights(weights)
+    elif config.lora.base:
+        stored = StoredWeights(model.transformer_folder(config.model), base_lora.read(config.lora.base, type(model)))
+    else:
+        stored = StoredWeights(model.transformer_folder(config.model))
     quantisation.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
     fsdp_utils.prepare(
         model.network,
@@ -41,7 +51,7 @@ def fill_model(
         units=model.SHARD_UNITS,
         device=model.device,
         precision=config.precision,
-        weights=weights or model.transformer_folder(config.model),
+        weights=stored,
         init=init or policies.adapter_init(config.lora, config.seed),
         offload=mesh is not None and config.fsdp.offload == "weights",
     )

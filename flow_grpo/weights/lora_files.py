@@ -153,6 +153,11 @@ def check_adapter(path: Path | str) -> Adapter:
     return adapter
 
 
+def has_known_names(file: Path) -> bool:
+    """Return whether all tensors have the names of diffusers or peft. Raises UserError for a file that is not whole."""
+    return all(NAME.fullmatch(_diffusers_name(name)) for name in safetensors_reader.header_of(file).shapes)
+
+
 def read_weights(path: Path | str) -> dict[str, Tensor]:
     """Return the weights by parameter name, float32, on the CPU."""
     weights = {}
@@ -161,10 +166,10 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     return weights
 
 
-def check_fits(path: Path | str, adapter: Adapter, transformer: nn.Module, model: str) -> None:
+def check_fits(path: Path | str, shapes: Shapes, transformer: nn.Module, model: str) -> None:
     """Raises UserError unless every layer that a LoRA adapts is in a transformer, and as wide there."""
     modules = dict(transformer.named_modules())
-    for name, shape in adapter.shapes.items():
+    for name, shape in shapes.items():
         layer_name, part = name.removesuffix(".weight").rsplit(".lora_", 1)
         # A is [rank, features that the layer takes], B is [features that it returns, rank].
         attribute, side = {"A": ("in_features", 1), "B": ("out_features", 0)}[part]

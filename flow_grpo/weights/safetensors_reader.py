@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -48,6 +49,23 @@ Shapes = dict[str, tuple[int, ...]]  # name of a tensor -> shape
 Targets = dict[str, Tensor | QuantisedLinear]  # name in a file -> where it goes
 # (tensor or quantised layer, tensor or slice of a file) -> None; copies this rank's part of the second to the first.
 CopyRows = Callable[[Tensor | QuantisedLinear, Any], None]
+
+
+class Change(Protocol):
+    """What is added to a weight when it is read."""
+
+    def added_to(self, stored: Any) -> Any:
+        """Return the rows of a slice of a file with the change."""
+
+
+Changes = Mapping[str, Change]  # name in a file -> its change
+
+
+class StoredWeights(NamedTuple):
+    """Weights of a transformer as diffusers stores them, in safetensors."""
+
+    folder: Path
+    changes: Changes = MappingProxyType({})  # added when they are read
 
 
 class Header(NamedTuple):
@@ -103,10 +121,10 @@ def _missing_bytes(file: Path) -> str:
     return f"is cut off: it has {size:,} of {whole:,} bytes; fetch it again"
 
 
-def fill_transformer(transformer: nn.Module, folder: Path, copy_rows: CopyRows) -> None:
-    """Fill everything but adapters from the files of `folder`.
+def fill_transformer(transformer: nn.Module, weights: StoredWeights, copy_rows: CopyRows) -> None:
+    """Fill everything but adapters.
 
-    Raises UserError for names or shapes in `folder` that are not the transformer's, and for names that are missing.
+    Raises UserError for names or shapes in the folder that are not the transformer's, and for names that are missing.
     """
     targets: Targets = {}
     for name, tensor in transformer.state_dict().items():
@@ -114,10 +132,10 @@ def fill_transformer(transformer: nn.Module, folder: Path, copy_rows: CopyRows) 
             targets[_stored_name(name)] = tensor
     for name, layer in quantisation.quantised_layers(transformer).items():
         targets[_stored_name(f"{name}.weight")] = layer
-    files = check_transformer(folder, targets, type(transformer).__name__)
+    files = check_transformer(weights.folder, targets, type(transformer).__name__)
     # One thread copies less than disk and bus can give. The list makes an error of a thread one of this function.
     with ThreadPoolExecutor(READERS) as pool:
-        list(pool.map(partial(_copy_file, targets, copy_rows), files))
+        list(pool.map(partial(_copy_file, targets, copy_rows, weights.changes), files))
 
 
 def _stored_name(name: str) -> str:
@@ -125,10 +143,13 @@ def _stored_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def _copy_file(targets: Targets, copy_rows: CopyRows, file: Path) -> None:
+def _copy_file(targets: Targets, copy_rows: CopyRows, changes: Changes, file: Path) -> None:
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
-            copy_rows(targets[name], tensors.get_slice(name))
+            stored = tensors.get_slice(name)
+            if name in changes:
+                stored = changes[name].added_to(stored)
+            copy_rows(targets[name], stored)
 
 
 def check_transformer(folder: Path, targets: Mapping[str, Tensor | QuantisedLinear], class_name: str) -> list[Path]:

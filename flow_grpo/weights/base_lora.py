@@ -1,0 +1,103 @@
+"""A LoRA that is added to a model's own weights when they are loaded, such as that of a few-step model.
+
+It becomes a part of the frozen base: the run trains an adapter, or all weights, of the model that it makes.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from flow_grpo.base import checksums
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import in_one_line
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.weights import finite, lora_files
+from flow_grpo.weights.safetensors_reader import Shapes
+
+KEY = "config.lora.base"
+PREFIX = "transformer."
+
+
+class Change(NamedTuple):
+    """What a LoRA adds to a weight: scale B A."""
+
+    down: Tensor  # A, [rank, in] f32
+    up: Tensor  # scale B, [out, rank] f32
+
+    def added_to(self, stored: Any) -> "ChangedRows":
+        """Return the rows of a tensor, or of a slice of a file, with the change."""
+        return ChangedRows(stored, self)
+
+
+class ChangedRows(NamedTuple):
+    """A stored weight whose rows are changed when they are read."""
+
+    stored: Any
+    change: Change
+
+    def __getitem__(self, rows: slice) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]  # as a slice's
+        return self.stored[rows].float() + self.change.up[rows] @ self.change.down
+
+
+Changes = Mapping[str, Change]  # name of a weight in the model's files -> its change
+
+
+def read(path: Path | str, family: type[FlowModel]) -> Changes:
+    """Return the changes that a LoRA makes. Raises UserError for a file that is no LoRA of a transformer alone, or is
+    damaged."""
+    try:
+        file = lora_files.find_file(path)
+        checksums.check_files(file.parent)
+        weights = _read_weights(file, family)
+    except UserError as error:
+        raise UserError(f"{KEY}: {error}") from error
+    changes = {}
+    for name, down in weights.items():
+        if ".lora_A." in name:
+            up = weights[name.replace(".lora_A.", ".lora_B.")]
+            changes[name.replace(".lora_A.", ".")] = Change(down, up)
+    return changes
+
+
+def check(path: Path | str, transformer: nn.Module, family: type[FlowModel], model: str) -> None:
+    """Raise UserError for a LoRA that cannot be added to a model's transformer. Reads the LoRA alone."""
+    changes = read(path, family)
+    shapes: Shapes = {}
+    for name, change in changes.items():
+        layer = name.removesuffix(".weight")
+        shapes[f"{layer}.lora_A.weight"] = tuple(change.down.shape)
+        shapes[f"{layer}.lora_B.weight"] = tuple(change.up.shape)
+    lora_files.check_fits(f"{KEY} {in_one_line(path)}", shapes, transformer, model)
+
+
+def _read_weights(file: Path, family: type[FlowModel]) -> dict[str, Tensor]:
+    """Return A and scale B of each layer, f32, on the CPU, by diffusers' names without their prefix."""
+    if lora_files.has_known_names(file):
+        adapter = lora_files.check_adapter(file)
+        weights = lora_files.read_weights(file)
+        for name, weight in weights.items():
+            if ".lora_B." in name:
+                weights[name] = weight * (adapter.alpha / adapter.rank)
+        return weights
+    return _converted(file, family)
+
+
+def _converted(file: Path, family: type[FlowModel]) -> dict[str, Tensor]:
+    """Return the weights of a file with another program's names, as diffusers reads it: the scale is in them."""
+    place = in_one_line(file)
+    try:
+        found = family.PIPELINE.lora_state_dict(str(file))  # pyright: ignore[reportAttributeAccessIssue]  # a mixin's
+    except Exception as error:
+        reason = f"{type(error).__name__}: {in_one_line(error, 200)}"
+        raise UserError(f"{place} is no LoRA that diffusers' {family.PIPELINE.__name__} reads ({reason})") from error
+    weights = {}
+    for name, weight in found.items():
+        if lora_files.NAME.fullmatch(name) is None:
+            raise UserError(f"{place} holds {name}, which is no part of a LoRA of a transformer alone")
+        weights[name.removeprefix(PREFIX)] = weight.float()
+    problem = finite.problem_of_tensors(weights)
+    if problem:
+        raise UserError(f"{place} cannot be used: {problem}")
+    return weights

@@ -1,0 +1,121 @@
+"""lora.base: a LoRA that becomes a part of the frozen weights, whatever program wrote it."""
+
+import json
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from refused import assert_refused
+from safetensors.torch import load_file, save_file
+from small import config_of, lines_of, move, train
+from test_policies import ALONE, TINY, lora, pipeline_with, velocity
+from train_qwenimage import main
+
+from flow_grpo.checkpoints import exports
+from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
+from flow_grpo.settings.sections import Config, Lora
+from flow_grpo.weights import fsdp_utils, load_weights, lora_files, policies
+
+WINDOW = "shapes_qwenimage"
+ONE = dict(num_epochs=1, eval_freq=0)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A pipeline with an adapter that is not 0, and alpha other than its rank."""
+    pipeline = pipeline_with(lora(rank=4, alpha=8))
+    move(fsdp_utils.trainable_parameters(pipeline.transformer).values())
+    return pipeline
+
+
+@pytest.fixture(scope="module")
+def folder(trained, tmp_path_factory):
+    path = tmp_path_factory.mktemp("few_steps")
+    exports.save_lora(trained, path)
+    return path
+
+
+def model_with(base, rank=0, **more):
+    """The tiny model as a run loads it."""
+    settings = Lora(rank=rank, base=str(base), **more)
+    family = QwenImage.load(str(TINY), torch.device("cpu"))
+    policies.attach(family.transformer, settings, QwenImage.LORA_TARGETS)
+    load_weights.fill_model(Config(model=str(TINY), lora=settings), family)
+    return family.transformer
+
+
+def in_kohyas_names(folder, path):
+    """Write a LoRA as the programs do that few-step models come from: alpha beside each layer, down and up."""
+    tensors = {}
+    for name, weight in load_file(folder / lora_files.FILE).items():
+        layer, part, _ = name.removeprefix("transformer.").rsplit(".", 2)
+        tensors[f"{layer}.{'lora_down' if part == 'lora_A' else 'lora_up'}.weight"] = weight
+        # The export's scale is in B, so that alpha is the rank. Here it is twice that, and B half.
+        if part == "lora_B":
+            tensors[f"{layer}.lora_up.weight"] = weight / 2
+            tensors[f"{layer}.alpha"] = torch.tensor(8.0)
+    save_file(tensors, path)
+    return path
+
+
+def test_the_base_computes_what_the_lora_does_on_it(trained, folder, tmp_path):
+    expected = velocity(trained.transformer)
+    original = velocity(QwenImagePipeline.from_pretrained(TINY, **ALONE).transformer)
+    assert (expected - original).abs().max() > 0.01
+    for base in (folder, folder / lora_files.FILE, in_kohyas_names(folder, tmp_path / "lightning.safetensors")):
+        for rank in (0, 4):
+            torch.testing.assert_close(velocity(model_with(base, rank)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_diffusers_fuses_the_same(folder):
+    pipeline = QwenImagePipeline.from_pretrained(TINY, **ALONE)
+    pipeline.load_lora_weights(folder)
+    pipeline.fuse_lora()
+    fused = dict(pipeline.transformer.named_parameters())
+    for name, weight in model_with(folder).named_parameters():
+        layer, _, kind = name.rpartition(".")
+        theirs = fused.get(f"{layer}.base_layer.{kind}", fused.get(name))
+        torch.testing.assert_close(weight.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_run_on_a_few_step_base_trains_an_adapter_of_it(shallow, tmp_path, folder):
+    """Its adapter begins at 0 and its reference is the base with the LoRA; a resumed run goes on; the card says what to
+    load first; and it is evaluated as it was trained."""
+    shallow_base = tmp_path / "of_two_blocks"
+    shallow_base.mkdir()
+    tensors = load_file(folder / lora_files.FILE)
+    kept = {name: weight for name, weight in tensors.items() if int(name.split(".")[2]) < 2}
+    save_file(kept, shallow_base / lora_files.FILE)
+
+    settings = shallow | ONE | dict(lora__base=str(shallow_base), lora__rank=4, train__beta=0.1)
+    run = train(WINDOW, tmp_path, **settings)
+    plain = train(WINDOW, tmp_path / "plain", **shallow | ONE | dict(lora__rank=4, train__beta=0.1))
+    first = lines_of(run, "update")[0]
+    assert first["kl_reference"] == 0
+    assert first["ratio_mean"] == 1
+    assert lines_of(run, "epoch")[0]["reward/avg"] != lines_of(plain, "epoch")[0]["reward/avg"]
+    card = (run / "README.md").read_text()
+    assert 'pipeline.load_lora_weights("of_two_blocks")\npipeline.fuse_lora()' in card
+    assert json.loads((run / "inputs.json").read_text())["lora_base"].keys() == {lora_files.FILE}
+
+
+def test_what_is_no_lora_of_the_model_is_refused_before_anything_is_made(folder, tmp_path):
+    other = tmp_path / "other.safetensors"
+    save_file({"some.weight": torch.ones(2)}, other)
+    wide = tmp_path / "wide.safetensors"
+    tensors = load_file(folder / lora_files.FILE)
+    save_file({name: torch.cat([weight, weight]) for name, weight in tensors.items()}, wide)
+    infinite = tmp_path / "infinite.safetensors"
+    save_file({name: weight * torch.inf for name, weight in tensors.items()}, infinite)
+
+    def start(base):
+        return lambda: main(config_of(WINDOW, tmp_path / "runs", lora__base=str(base)))
+
+    rows = [
+        ("absent", start(tmp_path / "nothing"), ["config.lora.base", "does not exist"]),
+        ("other", start(other), ["config.lora.base", "no part of a LoRA"]),
+        ("wide", start(wide), ["config.lora.base"]),
+        ("infinite", start(infinite), ["config.lora.base", "cannot be used"]),
+    ]
+    assert_refused(rows)
+    assert not (tmp_path / "runs").exists()
