@@ -79,8 +79,7 @@ def test_diffusers_fuses_the_same(folder):
 
 
 def test_a_run_on_a_few_step_base_trains_an_adapter_of_it(shallow, tmp_path, folder):
-    """Its adapter begins at 0 and its reference is the base with the LoRA; a resumed run goes on; the card says what to
-    load first; and it is evaluated as it was trained."""
+    """The adapter begins at 0, the reference is the base with the LoRA, and the card says what to load first."""
     shallow_base = tmp_path / "of_two_blocks"
     shallow_base.mkdir()
     tensors = load_file(folder / lora_files.FILE)

@@ -21,7 +21,7 @@ PREFIX = "transformer."
 
 
 class Change(NamedTuple):
-    """What a LoRA adds to a weight: scale B A."""
+    """Addition of a LoRA to a weight: scale B A."""
 
     down: Tensor  # A, [rank, in] f32
     up: Tensor  # scale B, [out, rank] f32

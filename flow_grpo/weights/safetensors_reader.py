@@ -52,7 +52,7 @@ CopyRows = Callable[[Tensor | QuantisedLinear, Any], None]
 
 
 class Change(Protocol):
-    """What is added to a weight when it is read."""
+    """Something that is added to a weight when it is read."""
 
     def added_to(self, stored: Any) -> Any:
         """Return the rows of a slice of a file with the change."""
