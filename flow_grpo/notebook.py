@@ -33,6 +33,7 @@ from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.monitoring.run_history import read_run
 from flow_grpo.monitoring.sheets import GroupRow, group_sheet
 from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings.sections import Config
 from flow_grpo.weights import policies
 
@@ -137,6 +138,7 @@ class LoadedRun:
         repeated = []
         for prompt in prompts:
             repeated += [prompt if isinstance(prompt, Prompt) else Prompt(prompt)] * per_prompt
+        check_rewards(self.config.reward_fn, self.config.eval.rewards, self.config.reward)
         pool = Pool(self.device, self.config.reward_fn, self.config.eval.rewards, self.config.reward)
         try:
             scores = pool.submit(images.flatten(0, -4), repeated, everything=True)()
