@@ -120,6 +120,7 @@ def test_every_curve_has_what_is_healthy_beside_it_and_lines_that_differ_without
     assert {"reward/avg", "eval/avg", "ratio_std", "health/reward_drop", "time/rollout_s (s)", "mine"} < set(titles)
     text = " ".join(page.texts("p"))
     assert METRICS["ratio_std"].expect in text
+    assert "`" not in text, "a table's marks of code"
     assert "which is 3 (- - -)" in text, "the limit of health/reward_drop"
     assert "Constant, or logged once: grad_norm 0.5" in text
     # Two keys, each with a line for a run, and the overview's curves, whose name is no metric's.

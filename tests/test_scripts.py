@@ -210,6 +210,9 @@ def test_a_run_with_branches_logs_each_step_and_draws_the_branches_of_a_trunk(re
     clipped = [first[f"steps/clip_fraction_high/{step}"] for step in range(num_steps)]
     of_updates = [line["clip_fraction_high"] for line in lines_of(folder, "update") if line["epoch"] == 0]
     assert sum(clipped) / num_steps == pytest.approx(sum(of_updates) / len(of_updates))
+    last = num_steps - 1
+    assert first[f"steps/transition_std/{last}"] < first["steps/transition_std/0"]
+    assert first[f"steps/ratio_std/{last}"] > first["steps/ratio_std/0"], "less noise, larger ratios"
     assert first["steps/weight/0"] == pytest.approx(3**0.5 * first["steps/transition_std/0"])
 
     drawn = sheets.group_sheets(folder, "branches")
