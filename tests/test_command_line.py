@@ -124,6 +124,7 @@ def test_smoke_replaces_what_is_not_on_this_machine_and_says_so(own_file):
     assert help_text.replaced(f"{own_file}:large", config) == []
 
 
+LEFT_OUT = "smoke leaves out the reward pickscore, which needs weights of the hub or a server"
 SMOKE_AND_FLAGS = [  # flags, the rewards that remain, and what smoke is said to have replaced among these
     ([], {"shapes": 1.0}, ["dataset", "reward_fn"]),
     (["--config.reward_fn.jpeg_compressibility=0.5"], {"jpeg_compressibility": 0.5}, ["dataset"]),
@@ -141,8 +142,11 @@ def test_smoke_puts_nothing_beside_what_the_command_line_names(flags, weights, r
     used = [(name, weight) for name, weight in config.reward_fn.items() if weight]
     assert dict(used) == weights
     assert config.text_tokens == (20 if "dataset" in replaced else 128)
-    lines = [line.split()[2] for line in help_text.replaced(file, config)]
-    assert [key for key in lines if key in ("dataset", "reward_fn")] == replaced
+    lines = help_text.replaced(file, config, flags)
+    keys = [line.split()[2] for line in lines]
+    assert [key for key in keys if key in ("dataset", "reward_fn")] == replaced
+    expected = [LEFT_OUT] if "jpeg_compressibility" in weights else []
+    assert [line for line in lines if "leaves out" in line] == expected
 
 
 def test_published_configs_are_found_from_any_directory_and_ones_own_file_goes_before_them(own_file, monkeypatch):

@@ -47,7 +47,7 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
             raise SystemExit(0)
         config = config_of(words, default)
         if os.environ.get("RANK", "0") == "0":
-            lines = help_text.replaced(file, config)
+            lines = help_text.replaced(file, config, others)
             is_read = config.dry_run and config.dry_run_format == "text"
             lines += [help_text.changed_settings(file, config)] if is_read else []
             sys.stdout.write("".join(f"{line}\n" for line in lines))

@@ -126,8 +126,9 @@ def changed_settings(file: str, config: ConfigDict) -> str:
     return "\n".join(["settings that are not the defaults:", *lines])
 
 
-def replaced(file: str, config: ConfigDict) -> list[str]:
-    """List what the variant smoke has replaced: whatever is not on this machine, by something that is."""
+def replaced(file: str, config: ConfigDict, words: Sequence[str] = ()) -> list[str]:
+    """List what the variant smoke has replaced: whatever is not on this machine, by something that is, and rewards that
+    it has left out beside those of the command line's words."""
     unchanged = overrides.before_smoke(file)
     if unchanged is None:
         return []
@@ -139,6 +140,9 @@ def replaced(file: str, config: ConfigDict) -> list[str]:
         overridden = now[key] != smoke[key]  # by the command line, which has the last word
         if smoke[key] != before[key] and not overridden:
             lines.append(f"smoke replaces {key} {before[key]} by {now[key]}")
+    if overrides.names_rewards(words):
+        left_out = [name for name in before["reward_fn"] if name not in now["reward_fn"]]
+        lines += [f"smoke leaves out the reward {name}, which needs weights of the hub or a server" for name in left_out]
     return lines
 
 

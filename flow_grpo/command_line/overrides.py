@@ -66,11 +66,16 @@ def _drop_stand_ins(config: ConfigDict, file: str, words: Sequence[str]) -> None
     line = " ".join(words)
     if re.search(r"--?config\.dataset[= ]", line):
         config.text_tokens = before.text_tokens
-    weights = re.findall(r"--?config\.reward_fn\.(\w+)[= ](\S*)", line)
-    named = [name for name, weight in weights if _literal(weight) != 0]
+    named = names_rewards(words)
     if named:
         kept = {name: weight for name, weight in config.reward_fn.items() if name in (*before.reward_fn, *named)}
         config.reward_fn = kept
+
+
+def names_rewards(words: Sequence[str]) -> list[str]:
+    """Rewards to which a command line gives a weight, one by one."""
+    weights = re.findall(r"--?config\.reward_fn\.(\w+)[= ](\S*)", " ".join(words))
+    return [name for name, weight in weights if _literal(weight) != 0]
 
 
 def _add_rewards(config: ConfigDict, words: Sequence[str]) -> None:
