@@ -63,7 +63,7 @@ class Work(NamedTuple):
     size: ModelSize
     forwards: Forwards
     num_images: int
-    guided: bool  # whether a row of the update takes two forwards
+    guided: bool  # whether a row of the update takes two forwards with gradients
 
 
 def work_of(config: Config, plan: BatchPlan, family: type[FlowModel], prompt: Prompt | None = None) -> Work:
@@ -83,7 +83,7 @@ def work_of(config: Config, plan: BatchPlan, family: type[FlowModel], prompt: Pr
         size=row_cost.model_size(transformer, config.lora, family, width),
         forwards=of_epoch(config, plan, family),
         num_images=plan.num_images,
-        guided=family.is_guided(update_scale),
+        guided=family.is_guided(update_scale) and not config.train.detach_negative,
     )
 
 

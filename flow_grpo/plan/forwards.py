@@ -51,11 +51,16 @@ def of_epoch(config: Config, plan: BatchPlan, family: type[FlowModel]) -> Forwar
         frozen += rows * _rows(family, reference_scale)
     if config.train.old_log_prob == "recompute":
         frozen += num_starts * per_start.trained * policy_rows
+    trained = rows * policy_rows
+    if config.train.detach_negative and policy_rows == 2:
+        # The negative forward has no gradient.
+        trained -= rows
+        frozen += rows
     return Forwards(
         exact=num_starts * per_start.exact * rollout_rows,
         fast=num_starts * per_start.fast * rollout_rows,
         frozen=frozen,
-        trained=rows * policy_rows + of_data(config, plan),
+        trained=trained + of_data(config, plan),
     )
 
 
