@@ -44,6 +44,13 @@ def pickscore_sd3_dpo() -> ConfigDict:
     return config
 
 
+def pickscore_wan_dpo() -> ConfigDict:
+    """Offline DPO on Wan 2.1 T2V 1.3 B, from pairs of videos of 33 frames, 240 x 416."""
+    config = forward(models.wan())
+    config.preferences.path = "runs/preferences_pickscore_wan"
+    return config
+
+
 def edits_qwenimage_edit_dpo() -> ConfigDict:
     """Offline DPO on the shipped tiny editing model, from pairs of its own images."""
     config = models.tiny_edit(shapes_qwenimage_dpo())
@@ -89,6 +96,7 @@ RUNS = (
     shapes_qwenimage_dpo,
     pickscore_qwenimage_dpo,
     pickscore_sd3_dpo,
+    pickscore_wan_dpo,
     edits_qwenimage_edit_dpo,
 )
 VARIANTS = (

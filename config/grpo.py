@@ -187,6 +187,23 @@ def pickscore_qwenimage_21_pr() -> ConfigDict:
     return branching(models.qwenimage_21())
 
 
+def pickscore_wan() -> ConfigDict:
+    """Flow-GRPO on Wan 2.1 T2V 1.3 B, 33 frames of 240 x 416: 2 noisy steps of 20, PickScore of four frames."""
+    config = models.wan()
+    config.sample.sde_window_range = (0, config.sample.num_steps // 2)
+    return config
+
+
+def pickscore_wan_pr() -> ConfigDict:
+    """TempFlow-GRPO on Wan 2.1 T2V 1.3 B: a trunk per prompt, 6 branches at each of the first 10 steps."""
+    config = branching(models.wan())
+    config.sample.num_images_per_prompt = 1
+    config.sample.batch_size = 2
+    config.sample.completion_batch_size = 12
+    config.train.timestep_fraction = 0.5
+    return config
+
+
 def edits_qwenimage_edit() -> ConfigDict:
     """Flow-GRPO with a windowed SDE on the shipped tiny editing model and its task."""
     return models.tiny_edit(shapes_qwenimage())
@@ -374,6 +391,8 @@ RUNS = (
     pickscore_flux2_klein_9b_pr,
     pickscore_qwenimage_21,
     pickscore_qwenimage_21_pr,
+    pickscore_wan,
+    pickscore_wan_pr,
     edits_qwenimage_edit,
     edits_qwenimage_edit_pr,
     editreward_qwenimage_edit,

@@ -156,6 +156,27 @@ def flux2_klein_9b(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def wan() -> ConfigDict:
+    """The 1.3 B Wan 2.1, text to video: 33 frames of 240 x 416 pixels, which is published, and 16 prompts of 8 videos.
+
+    It sees the padding of its text, of which its pipeline has 512 tokens.
+    """
+    config = large("wan")
+    config.height = 240
+    config.width = 416
+    config.frames = 33
+    config.text_tokens = 512
+    config.vae_batch_size = 66
+    config.compile = True
+    config.sample.num_steps = 20
+    config.sample.guidance_scale = config.eval.guidance_scale = 4.5
+    config.sample.num_prompts_per_epoch = 16
+    config.sample.num_images_per_prompt = 8
+    config.eval.num_steps = 50
+    config.eval.num_prompts = 64
+    return config
+
+
 def zimage() -> ConfigDict:
     """The 6 B Z-Image. It reads text in multiples of 32 tokens, and a guidance scale of 4 as other models read 5."""
     config = large("zimage")

@@ -29,6 +29,10 @@ TASKS = {
 }
 
 
+# Of videos of tiny models: two latents of each model.
+SMOKE_FRAMES = 5
+
+
 def flash(config: ConfigDict) -> ConfigDict:
     """MixGRPO-Flash: DPM-Solver++ after the noise, in 0.4 of the steps."""
     config.sample.flash_ratio = 0.4
@@ -90,6 +94,7 @@ def _replace_model(config: ConfigDict) -> None:
     config.model = registry.tiny_like(config.model)
     for key in ("height", "width", "precision", "vae_precision", "attention", "compile", "cache_dir"):
         config[key] = tiny[key]
+    config.frames = min(config.frames, SMOKE_FRAMES)
     config.sample.text_multiple = tiny.sample.text_multiple
     # Only compiled blocks can store half of their activations.
     config.fsdp.activation_checkpointing = round(config.fsdp.activation_checkpointing)

@@ -21,7 +21,7 @@ from torch import Tensor
 from flow_grpo.algorithms import batch_plan
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
-from flow_grpo.base.pixels import to_pictures
+from flow_grpo.base.pixels import film_strips, to_pictures
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes
@@ -71,7 +71,7 @@ class LoadedRun:
         """Draw an image of each prompt and seed as the run's evaluations do, without noise in the steps.
 
         Returns:
-            [P, S, 3, H, W] in [0, 1].
+            [P, S, 3, H, W] in [0, 1], of videos [P, S, f, 3, H, W].
         """
         if not prompts or not seeds:
             raise UserError("prompts or seeds is empty; there must be at least one of each")
@@ -92,7 +92,7 @@ class LoadedRun:
             num_branches: at each step; 0 = as the run, or NUM_BRANCHES where it has none.
 
         Returns:
-            [K, J, 3, H, W] in [0, 1]: trained steps, branches.
+            [K, J, 3, H, W] in [0, 1]: trained steps, branches; of videos [K, J, f, 3, H, W].
         """
         settings = self.config.sample
         num_steps = settings.num_steps - 1
@@ -125,15 +125,16 @@ class LoadedRun:
         """Score images by the run's rewards, those of eval.rewards among them.
 
         Args:
-            images: [P, ..., 3, H, W] in [0, 1], as `draw` returns them; of `branches`, which have one prompt, pass
-                branches[None].
+            images: [P, ..., 3, H, W] in [0, 1], or videos, as `draw` returns them; of `branches`, which have one
+                prompt, pass branches[None].
 
         Returns:
             name -> [P, ...], "avg" among them.
         """
         if len(images) != len(prompts):
             raise UserError(f"there are images of {len(images)} prompts, and {len(prompts)} prompts")
-        shape = images.shape[:-3]
+        num_leading = images.ndim - len(self.model.image_shape(training_size(self.config)))
+        shape = images.shape[:num_leading]
         per_prompt = shape[1:].numel()
         repeated = []
         for prompt in prompts:
@@ -141,7 +142,7 @@ class LoadedRun:
         check_rewards(self.config.reward_fn, self.config.eval.rewards, self.config.reward)
         pool = Pool(self.device, self.config.reward_fn, self.config.eval.rewards, self.config.reward)
         try:
-            scores = pool.submit(images.flatten(0, -4), repeated, everything=True)()
+            scores = pool.submit(images.flatten(0, num_leading - 1), repeated, everything=True)()
         finally:
             pool.close()
         return {name: values.view(shape) for name, values in scores.items()}
@@ -150,14 +151,14 @@ class LoadedRun:
         """Draw a row for each group of images, with their scores, the best and the worst marked; a notebook shows it.
 
         Args:
-            images: [R, C, 3, H, W] in [0, 1].
+            images: [R, C, 3, H, W] in [0, 1], or videos [R, C, f, 3, H, W].
             scores: [R, C].
             titles: R; () = the numbers of the rows.
         """
         rows = []
         for number, (group, values) in enumerate(zip(images, scores, strict=True)):
             title = titles[number] if titles else str(number)
-            rows.append(GroupRow([title], to_pictures(group), values.tolist()))
+            rows.append(GroupRow([title], to_pictures(film_strips(group)), values.tolist()))
         return group_sheet(rows)
 
 

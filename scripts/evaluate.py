@@ -49,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
     add("--rewards", nargs="+", type=reward_and_weight, help="NAME or NAME=WEIGHT; default: the first run's")
     add("--seeds", type=int, nargs="+", help="of the noises; default: as the run evaluated")
     add("--guidance-scales", type=float, nargs="+", help="a row of the table for each")
-    add("--sizes", type=size, nargs="+", help="768x512, height first, or 512; a row of the table for each")
+    sizes = "768x512, height first, 512, or 240x416x33 with frames; a row of the table for each"
+    add("--sizes", type=size, nargs="+", help=sizes)
     add("--best-of", type=int, nargs="+", help="k of pass@k and of best of k; at most the number of seeds")
     add("--save-images", type=int, metavar="N", help="write the images of N prompts at full size, with a table of them")
     settings = (
@@ -173,7 +174,7 @@ from flow_grpo.evaluation.estimates import Estimate
 from flow_grpo.evaluation.policies_to_compare import Candidate
 from flow_grpo.monitoring import progress, run_history
 from flow_grpo.monitoring.dashboard import attempt, plain, say
-from flow_grpo.monitoring.sheets import contact_sheet
+from flow_grpo.monitoring.sheets import contact_sheet, write_animation
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.weights import policies, quantisation
@@ -184,6 +185,7 @@ SAID_BY_FLAGS = {  # setting -> the flag that says the same
     "reward_fn": "rewards",
     "height": "sizes",
     "width": "sizes",
+    "frames": "sizes",
     "eval.rewards": "rewards",
     "eval.num_prompts": "num_prompts",
     "eval.noises_per_prompt": "seeds",
@@ -317,7 +319,9 @@ def checked_family(args: argparse.Namespace, candidate: Candidate, split: prompt
     for size in sizes_of(args, config):
         BY_KEY["height"].check(size.height, "the height (--sizes)")
         BY_KEY["width"].check(size.width, "the width (--sizes)")
+        BY_KEY["frames"].check(size.frames, "the frames (--sizes)")
         light.check_size(size)
+        checks.check_saved_images(config.eval, size.frames)
     return family
 
 
@@ -359,7 +363,7 @@ def score_policy(
         )
         settings = settings_of_row(candidate, scale, size)
         saved = evaluation.images_to_save(images_of(settings), comparison.split, sampler.settings)
-        scores = evaluation.score(sampler, comparison.split, comparison.seeds, evaluation.NUM_SHOWN, saved)
+        scores = evaluation.score(sampler, comparison.split, comparison.seeds, evaluation.num_shown(size), saved)
         yield Scored(settings, scores)
         if saved and saved.problem:
             print(saved.problem)
@@ -388,6 +392,18 @@ def row_name(row: int, settings: dict[str, Any]) -> str:
     return f"{row}_{policy}"
 
 
+def with_common_scores(scored: list[Scored]) -> list[Scored]:
+    """Return the rows with the scores that all of them have: those of single frames depend on how many there are."""
+    names = []
+    for name in scored[0].scores.values:
+        if all(name in scores.values for _, scores in scored):
+            names.append(name)
+    common = []
+    for settings, scores in scored:
+        common.append(Scored(settings, scores._replace(values={name: scores.values[name] for name in names})))
+    return common
+
+
 def binary_scores(scored: list[Scored]) -> list[str]:
     """Return the names of the scores that are 0 or 1 in all rows, so that a column has one meaning."""
     binary = []
@@ -412,6 +428,7 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
 
 def summarise(scored: list[Scored], unweighted: bool, categories: list[str], best_of: list[int]) -> Table:
     """Estimate every column of the table."""
+    scored = with_common_scores(scored)
     binary = binary_scores(scored)
     if binary:
         by = binary[0]
@@ -536,9 +553,13 @@ def write_sheet(
     images = torch.stack(list(scores.images.values()))
     shown_prompts = [split.prompts[i] for i in numbers]
     averages = scores.values["avg"][0, numbers].tolist()
-    sheet = contact_sheet(beside_sources(images, shown_prompts), captions_of(shown_prompts), averages)
-    with folders.published(folder / f"{row_name(number, settings)}.png") as scratch:
-        sheet.page.save(scratch, "png")
+    shown = beside_sources(images, shown_prompts)
+    captions = captions_of(shown_prompts)
+    name = row_name(number, settings)
+    with folders.published(folder / f"{name}.png") as scratch:
+        contact_sheet(shown, captions, averages).page.save(scratch, "png")
+    if shown.ndim == 5:
+        write_animation(shown, captions, averages, folder / f"{name}.webp")
 
 
 def as_json(table: Table, row: Row) -> dict[str, Any]:

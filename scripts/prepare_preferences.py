@@ -124,7 +124,8 @@ from flow_grpo.weights import load_weights, model_files, policies, quantisation
 
 # Settings and sections that decide which pairs are made.
 MADE_BY = (
-    *("model", "dataset", "reward_fn", "height", "width", "text_tokens", "precision", "base_precision", "seed"),
+    *("model", "dataset", "reward_fn", "height", "width", "frames"),
+    *("text_tokens", "precision", "base_precision", "seed"),
     *("lora", "sample", "model_class", "preferences", "options"),
 )
 NO_SCORE = "the reward failed"  # for all of a prompt's images but one, or for all
@@ -160,6 +161,8 @@ def checked_source(editable: ConfigDict, options: Options) -> tuple[Config, Flow
     light = family.without_weights(config.model)
     light.check_size(training_size(config))
     if options.source:
+        if config.frames > 1:
+            raise UserError(f"--source has pairs of pictures, but config.frames is {config.frames}; set 1")
         rows = image_pairs.open_rows(options.source)
         # All lines are in memory; of parquet files only the first row is read.
         looked_at = rows if isinstance(rows, list) else rows[0:1]
@@ -232,7 +235,7 @@ class FromRollouts:
             noisy_steps=range(0),
             velocity=partial(policies.predict, self.model, config.precision),
             # A compiled decode is filled up with copies to its batch size.
-            vae_batch_size=min(config.vae_batch_size, config.sample.batch_size),
+            vae_batch_size=min(config.vae_batch_size, config.sample.batch_size * config.frames),
             fast=self.fast,
         )
 

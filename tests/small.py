@@ -25,6 +25,7 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best
 from flow_grpo.command_line import checks
 from flow_grpo.diffusers_patch import model_classes, registry
+from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring.plots import TEXTS
 from flow_grpo.settings import config_files, table
 
@@ -50,6 +51,11 @@ def as_prompts(texts, name="qwenimage"):
     if not MODELS[name].MOST_SOURCES:
         return [Prompt(text) for text in texts]
     return [Prompt(text, {}, (source,)) for text, source in zip(texts, itertools.cycle(SOURCES))]
+
+
+def size_of(name, height=64, width=64):
+    """Size of what a model's tests draw: a video of two latents where the model draws videos, else an image."""
+    return Size(height, width, 1 + MODELS[name].FRAMES_PER_LATENT)
 
 
 def random_images(count, side=64, seed=0):

@@ -160,7 +160,11 @@ REFUSED = [  # a name, the change, and words of the sentence
     ("integers", weights(WEIGHTS, as_integers), WEIGHTS, "I8", "base_precision"),
     ("a variant", lambda folder: (folder / VAE).rename(folder / VAE.replace(".s", ".fp16.s")), "variant", "rename"),
     ("Heun steps", scheduler("FlowMatchHeunDiscreteScheduler"), "FlowMatchHeun", "FlowMatchEulerDiscreteScheduler"),
-    ("UniPC steps", scheduler("UniPCMultistepScheduler", prediction_type="flow_prediction"), "UniPCMultistepScheduler"),
+    (
+        "UniPC steps of no flow",
+        scheduler("UniPCMultistepScheduler", prediction_type="flow_prediction", shift_terminal=None),
+        "UniPCMultistepScheduler with use_flow_sigmas = False",
+    ),
     ("stochastic steps", scheduler(stochastic_sampling=True), "stochastic_sampling"),
     ("sigmas turned round", scheduler(invert_sigmas=True), "invert_sigmas"),
     ("other timesteps", scheduler(num_train_timesteps=500), "num_train_timesteps is 500"),

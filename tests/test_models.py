@@ -1,5 +1,6 @@
 """Every model of the registry draws as in diffusers, trains with ratios of 1, and goes back to diffusers."""
 
+import inspect
 import itertools
 import shutil
 from dataclasses import replace
@@ -10,6 +11,7 @@ import noise_levels
 import pytest
 import torch
 import warm
+from diffusers import UniPCMultistepScheduler
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from huggingface_hub import constants
 from PIL import Image
@@ -26,13 +28,15 @@ from small import (
     lines_of,
     loaded,
     prepare,
+    size_of,
     train,
 )
 from test_ranks import on_two_ranks
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.diffusers_patch import loading, registry
+from flow_grpo.diffusers_patch import loading, model_classes, registry
+from flow_grpo.diffusers_patch.models.qwenimage import normalisation
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
 
@@ -57,7 +61,7 @@ def few(tmp_path_factory):
 
 def of_model(few, name):
     """The settings `few` for a tiny model, with prompts that it takes."""
-    how = dict(model=registry.tiny_folder(name))
+    how = dict(model=registry.tiny_folder(name), frames=size_of(name).frames)
     if MODELS[name].MOST_SOURCES:
         how |= dict(dataset=few["dataset"] + "_edits", text_tokens=40)
     return few | how
@@ -77,9 +81,11 @@ def model(request):
 
 
 def other_shift(model):
-    """Give the model a scheduler of the other kind of shift: of FLUX.1-schnell it is static, of FLUX.1-dev dynamic."""
+    """Give the model a scheduler of the other kind of shift: of FLUX.1-schnell it is static, of FLUX.1-dev dynamic. A
+    pipeline that computes no dynamic shift gets another static one."""
     scheduler = model.pipeline.scheduler
-    other = not scheduler.config.use_dynamic_shifting
+    computes_shift = "mu" in inspect.unwrap(model.PIPELINE.__call__).__code__.co_varnames
+    other = computes_shift and not scheduler.config.use_dynamic_shifting
     model.pipeline.scheduler = type(scheduler).from_config(scheduler.config, use_dynamic_shifting=other, shift=1.0)
 
 
@@ -91,43 +97,43 @@ def drawn_by_diffusers(model, size, guidance_scale, prompts):
     images = []
     for prompt, x in zip(prompts, noise):
         sources = dict(image=prompt.pictures()) if prompt.sources else {}
-        images.append(model.pipeline(prompt=prompt.text, latents=x, **sources, **how).images)
-    color, alpha = torch.cat(images).split([3, images[0].shape[1] - 3], 1)
+        output = model.pipeline(prompt=prompt.text, latents=x, **sources, **how)
+        images.append(output.frames if "frames" in output else output.images)
+    color, alpha = torch.cat(images).split([3, images[0].shape[-3] - 3], -3)
     if not alpha.numel():
         return color
     return color * alpha + (1 - alpha)
 
 
-def assert_diffusers_own(model, prompts, condition, guidance_scale=4.0, height=64, width=64, **how):
+def assert_diffusers_own(model, prompts, condition, guidance_scale=4.0, size=None, **how):
     """Images without noise, of prompts or of what they were encoded to."""
+    size = size or size_of(model.NAME)
     how |= dict(window=range(0), noise_level=0.0, num_steps=STEPS, guidance_scale=guidance_scale)
-    noises = generators(len(prompts))
-    samples = pipeline_with_logprob(model.pipeline, condition, noises, height=height, width=width, **how)
+    how |= dict(height=size.height, width=size.width, frames=size.frames)
+    samples = pipeline_with_logprob(model.pipeline, condition, generators(len(prompts)), **how)
     assert samples.trace == []
     # Guidance adds 4 + 3 velocities, up to 16, while sigma falls by 1; latents are up to 8.
-    expected = drawn_by_diffusers(model, Size(height, width), guidance_scale, prompts).float()
+    expected = drawn_by_diffusers(model, size, guidance_scale, prompts).float().view_as(samples.images)
     torch.testing.assert_close(samples.images, expected, rtol=0, atol=rounding(size=7 * 16 + STEPS * 8))
 
 
 @pytest.mark.parametrize(
-    ("size", "guidance_scale"),
+    ("height", "width", "guidance_scale"),
     [
-        *(pytest.param(size, scale, marks=pytest.mark.slow) for size, scale in ((SIZE, 1.0), (Size(96, 64), 4.0))),
-        (Size(64, 96), 4.0),
+        *(pytest.param(*sides, scale, marks=pytest.mark.slow) for *sides, scale in ((64, 64, 1.0), (96, 64, 4.0))),
+        (64, 96, 4.0),
     ],
-    ids=str,
 )
-def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, size):
-    if size.width > size.height and model.NAME in SIBLINGS:
+def test_without_noise_it_is_diffusers_own_pipeline(model, guidance_scale, height, width):
+    if width > height and model.NAME in SIBLINGS:
         config = model.transformer.config | SIBLINGS[model.NAME]
         model.pipeline.transformer = model.TRANSFORMER.from_config(config).double()
         model = type(model)(model.pipeline, model.device)
         if model.NAME == "flux":
             other_shift(model)
     prompts = as_prompts(TEXTS, model.NAME)
-    assert_diffusers_own(
-        model, prompts, prompts, guidance_scale, vae_batch_size=2, height=size.height, width=size.width
-    )
+    size = size_of(model.NAME, height, width)
+    assert_diffusers_own(model, prompts, prompts, guidance_scale, size, vae_batch_size=2)
 
 
 @pytest.mark.parametrize("width", [pytest.param(None, marks=pytest.mark.slow), 96])
@@ -144,32 +150,34 @@ def test_the_schedule_is_the_pipelines_own_and_leaves_it_alone(model, other):
         other_shift(model)
     own = model.pipeline.scheduler
     before = str(vars(own))
-    ours = model.schedule(STEPS, Size(64, 96))
+    size = size_of(model.NAME, 64, 96)
+    ours = model.schedule(STEPS, size)
     assert str(vars(own)) == before
-    drawn_by_diffusers(model, Size(64, 96), 1.0, as_prompts(TEXTS[:1], model.NAME))
+    drawn_by_diffusers(model, size, 1.0, as_prompts(TEXTS[:1], model.NAME))
     assert torch.equal(ours.sigmas, own.sigmas)
     assert torch.equal(ours.timesteps, own.timesteps)
 
 
 @torch.no_grad()
 def test_guidance_and_prompt_are_heard_and_neither_neighbours_nor_padding(model):
-    x = model.noise(SIZE, generators(3))
+    size = size_of(model.NAME)
+    x = model.noise(size, generators(3))
     t = torch.tensor([900.0, 500.0, 100.0])
     rows = []
     model.network.register_forward_hook(lambda module, args, output: rows.append(len(output)))
     prompts = as_prompts(TEXTS, model.NAME)
     condition = model.encode(prompts, width=32)
     close = dict(rtol=0, atol=rounding(size=16 * 4))
-    plain = model.velocity(x, t, condition, 1.0, SIZE)
-    guided = model.velocity(x, t, condition, 4.0, SIZE)
+    plain = model.velocity(x, t, condition, 1.0, size)
+    guided = model.velocity(x, t, condition, 4.0, size)
     assert rows == [3] * sum(1 + model.is_guided(scale) for scale in (1.0, 4.0)), "a second forward only for guidance"
     for row in range(3):
         part = slice(row, row + 1)
-        alone = model.velocity(x[part], t[part], model.encode(prompts[part], width=32), 4.0, SIZE)
+        alone = model.velocity(x[part], t[part], model.encode(prompts[part], width=32), 4.0, size)
         torch.testing.assert_close(alone, guided[part], **close)
     if model.CUTS_PADDING:
-        torch.testing.assert_close(model.velocity(x, t, model.encode(prompts), 4.0, SIZE), guided, **close)
-    swapped = model.velocity(x, t, condition.take(torch.tensor([1, 2, 0])), 1.0, SIZE)
+        torch.testing.assert_close(model.velocity(x, t, model.encode(prompts), 4.0, size), guided, **close)
+    swapped = model.velocity(x, t, condition.take(torch.tensor([1, 2, 0])), 1.0, size)
     assert (plain - guided).abs().max() > 1e-4
     assert (plain - swapped).abs().max() > 1e-4
 
@@ -194,6 +202,57 @@ def test_distilled_weights_of_flux2_klein_refuse_a_guidance_that_diffusers_would
     assert not torch.equal(model.velocity(x, t, condition, 1.0, SIZE), guided)
     with pytest.raises(UserError, match=r"4\.0"):
         model.velocity(x, t, condition, 4.0, SIZE)
+
+
+def test_a_video_of_one_frame_is_diffusers_own_image():
+    model = loaded("wan", torch_dtype=torch.float64)
+    assert_diffusers_own(model, as_prompts(TEXTS), as_prompts(TEXTS), size=Size(64, 96))
+
+
+def test_encoded_videos_are_those_of_diffusers_and_their_images_their_first_frames():
+    model = loaded("wan")
+    videos = torch.rand(2, 5, 3, 64, 64, generator=generators(1)[0])
+    latents = model.encode_images(videos, batch_size=1)
+    assert latents.shape[1:] == model.latent_shape(Size(64, 64, 5))
+    mean, std = normalisation(model.pipeline.vae)
+    encoded = model.pipeline.vae.encode(videos.transpose(1, 2) * 2 - 1).latent_dist.mode()
+    torch.testing.assert_close(latents, (encoded - mean) / std, rtol=0, atol=rounding(size=16))
+    # The encoder is causal.
+    torch.testing.assert_close(latents[:, :, :1], model.encode_images(videos[:, 0]), rtol=0, atol=rounding(size=16))
+
+
+@pytest.mark.parametrize("num_steps", [4, 20, 50])
+def test_eulers_steps_take_the_sigmas_of_a_pipeline_with_unipcs(num_steps):
+    """UniPC begins a millionth below 1 and cuts timesteps to whole numbers."""
+    model = loaded("wan")
+    unipc = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    model.pipeline.scheduler = unipc
+    model.pipeline(TEXTS[0], num_inference_steps=num_steps, num_frames=5, output_type="latent", **SIDES)
+    ours = model.schedule(num_steps, Size(64, 64, 5))
+    torch.testing.assert_close(ours.sigmas, unipc.sigmas, rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours.timesteps, unipc.timesteps.float(), rtol=0, atol=1.0)
+    levels = model.noise_levels(num_steps, Size(64, 64, 5))
+    assert len(levels) == 1000
+    assert levels[0] == 1000
+    assert "UniPC" in loading.caution(unipc)
+    assert loading.caution(loaded("wan").pipeline.scheduler) == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"), [(dict(boundary_ratio=0.9), "two transformers"), (dict(expand_timesteps=True), "each token")]
+)
+def test_wan_22_is_refused_before_its_weights_are_loaded(settings, words, tmp_path):
+    folder = shutil.copytree(registry.tiny_folder("wan"), tmp_path / "model")
+    change_json(folder / "model_index.json", **settings)
+    with pytest.raises(UserError, match=f"{words}.* Wan 2.1"):
+        MODELS["wan"].without_weights(str(folder))
+
+
+def test_a_pipeline_that_animates_a_picture_is_refused_by_what_it_is(tmp_path):
+    folder = shutil.copytree(registry.tiny_folder("wan"), tmp_path / "model")
+    change_json(folder / "model_index.json", _class_name="WanImageToVideoPipeline")
+    with pytest.raises(UserError, match=r"WanImageToVideoPipeline: its videos begin with a given picture.*Wan 2\.1"):
+        model_classes.of_folder(str(folder))
 
 
 def test_images_of_qwenimage_21_are_opaque_where_they_are_encoded_and_on_white_where_they_are_decoded():
@@ -355,7 +414,7 @@ def test_a_window_from_a_cache_is_exact_too_and_diffusers_and_evaluate_py_read_w
 
     def draw():
         prompts = as_prompts(TEXTS, name)
-        settings = dict(window=range(0), num_steps=STEPS, noise_level=0.0)
+        settings = dict(window=range(0), num_steps=STEPS, noise_level=0.0, frames=size_of(name).frames)
         return pipeline_with_logprob(pipeline, prompts, generators(3), **settings, **SIDES).images
 
     before = draw()
@@ -400,8 +459,8 @@ def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
     assert (walks[0].images - walks[1].images).abs().mean() < 0.02
 
 
-OTHERS = [(name, "_nft") for name in ("flux", "flux2_klein", "qwenimage_21")]
-OTHERS += [("qwenimage_edit", "_dpo,online"), ("sd3", "_dpo")]
+OTHERS = [(name, "_nft") for name in ("flux", "flux2_klein", "qwenimage_21", "wan")]
+OTHERS += [("qwenimage_edit", "_dpo,online"), ("sd3", "_dpo"), ("wan", "_dpo,online"), ("wan", "_dpo")]
 
 
 @pytest.mark.slow

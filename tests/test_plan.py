@@ -9,14 +9,13 @@ import train_qwenimage
 import train_qwenimage_distill
 import train_qwenimage_refl
 from huggingface_hub import constants
-from small import as_prompts, loaded
+from small import as_prompts, loaded, size_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.algorithms import batch_plan
 from flow_grpo.base import locations
 from flow_grpo.diffusers_patch import model_classes, registry
-from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.plan import estimate, forwards, measured, row_cost, sketch
 from flow_grpo.settings import config_files, table
 
@@ -52,7 +51,7 @@ def test_a_loss_without_an_old_policy_has_no_forwards_of_one():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_has_the_arithmetic_that_pytorch_counts(name):
-    size = Size(64, 64)
+    size = size_of(name)
     model = loaded(name)
     condition = model.encode(as_prompts(["a red circle"], name), width=24, guided=False)
     latents = torch.randn(1, *model.latent_shape(size))
@@ -76,6 +75,8 @@ SIZES = {
     "black-forest-labs/FLUX.2-klein-4B": 3.88,
     "black-forest-labs/FLUX.2-klein-9B": 9.08,
     "Qwen/Qwen-Image-2.1": 7.12,
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1.42,
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": 14.29,
 }
 
 

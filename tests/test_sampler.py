@@ -9,6 +9,7 @@ import torch
 from refused import assert_refused
 from small import MODELS, ROOT, as_prompts, generators, loaded
 
+from flow_grpo.base.errors import UserError
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob, pipeline_with_logprob_perstep
 from flow_grpo.diffusers_patch.sampling_params import LARGEST_ETA, SDE_TYPES, SMALLEST_ETA
@@ -106,8 +107,8 @@ def test_a_folders_pipeline_says_which_model_it_is(tmp_path):
         model_classes.of_folder(str(tmp_path))
     shutil.copy(TINY / "model_index.json", tmp_path)
     index = tmp_path / "model_index.json"
-    index.write_text(index.read_text().replace('"QwenImagePipeline"', '"WanPipeline"'))
-    with pytest.raises(ValueError, match="holds a WanPipeline; there are QwenImagePipeline, "):
+    index.write_text(index.read_text().replace('"QwenImagePipeline"', '"LTXPipeline"'))
+    with pytest.raises(ValueError, match="holds a LTXPipeline; there are QwenImagePipeline, "):
         model_classes.of_folder(str(tmp_path))
 
 
@@ -143,17 +144,33 @@ def test_one_generator_draws_for_all_prompts(model):
 
 def test_a_size_that_a_model_cannot_draw_is_refused():
     """SD3's position embeddings end at 256 pixels; the pipeline of Qwen-Image-2.1 would cut a side."""
-    sizes = {"sd3": ([Size(256, 64)], [Size(272, 64), Size(64, 272)]), "qwenimage_21": ([Size(64, 96)], [Size(64, 80)])}
+    sizes = {
+        "sd3": ([Size(256, 64)], [Size(272, 64), Size(64, 272), Size(64, 64, 5)]),
+        "qwenimage_21": ([Size(64, 96)], [Size(64, 80), Size(64, 64, 5)]),
+        "wan": ([Size(64, 64), Size(64, 80, 33)], []),
+    }
     for name, (right, wrong) in sizes.items():
         check = loaded(name).check_size
-        assert_refused([(str(size), functools.partial(check, size), [size]) for size in wrong])
+        rows = []
+        for size in wrong:
+            words = ["frames is 5", name, "set 1"] if size.frames > 1 else [size]
+            rows.append((str(size), functools.partial(check, size), words))
+        assert_refused(rows)
         for size in right:
             check(size)
 
 
+@pytest.mark.parametrize(("frames", "words"), [(6, "set 5 or 9"), (2, "set 1 or 5"), (33 + 3, "set 33 or 37")])
+def test_frames_that_a_model_of_videos_cannot_draw_are_refused_with_the_next_that_it_can(frames, words):
+    with pytest.raises(
+        UserError, match=f"frames is {frames}, but wan draws 1 frame more than a multiple of 4: {words}"
+    ):
+        loaded("wan").check_size(Size(64, 64, frames))
+
+
 def test_a_size_is_written_as_it_is_read():
-    for text, written in (("768x512", "768x512"), ("512", "512x512"), ("64x96", "64x96")):
+    for text, written in (("768x512", "768x512"), ("512", "512x512"), ("64x96x1", "64x96"), ("64x96x5", "64x96x5")):
         assert str(Size.parse(text)) == written
-    for text in ("x512", "512x", "large", "512x512x3", "-64", "100"):
-        with pytest.raises(ValueError, match=r"is written as|multiple of 16"):
+    for text in ("x512", "512x", "large", "512x512x", "512x512x3x3", "-64", "100", "512x512x0"):
+        with pytest.raises(ValueError, match=r"is written as|multiple of 16|positive whole number"):
             Size.parse(text)

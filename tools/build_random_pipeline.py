@@ -18,6 +18,7 @@ from diffusers import (
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
+    AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
@@ -28,6 +29,9 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
@@ -50,6 +54,8 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
 from flow_grpo.command_line import command_line
@@ -87,6 +93,9 @@ TINY = dict(
     | dict(latents_mean=[n / 8 - 1 for n in range(16)], latents_std=[n / 8 + 0.5 for n in range(16)]),
     qwenimage_21=dict(in_channels=16, out_channels=16, num_layers=2, attention_head_dim=16, num_attention_heads=2)
     | dict(context_in_dim=32, axes_dims_rope=(4, 6, 6)),
+    umt5=dict(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=1000),
+    wan_vae=dict(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
+    wan=dict(num_layers=2, attention_head_dim=16, num_attention_heads=2, text_dim=32, freq_dim=32, ffn_dim=64),
 )
 PUBLISHED = dict(
     clip_l=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
@@ -112,6 +121,9 @@ PUBLISHED = dict(
     qwen3_vision=dict(out_hidden_size=4096),
     qwen21_vae={},
     qwenimage_21={},
+    umt5=dict(d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, vocab_size=256384),
+    wan_vae={},
+    wan=transformer_sizes("Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
 )
 PUBLISHED["klein_text"] = PUBLISHED["qwen3"]
 KLEIN_9B = dict(
@@ -122,6 +134,7 @@ OTHERS = {  # published sizes: a name in configs -> the model, what it changes
     "flux2_klein_9b": ("flux2_klein", KLEIN_9B),
     "sd35_large": ("sd3", dict(sd3=transformer_sizes("stabilityai/stable-diffusion-3.5-large"))),
     "flux_schnell": ("flux", dict(flux=dict(guidance_embeds=False))),
+    "wan_14b": ("wan", dict(wan=transformer_sizes("Wan-AI/Wan2.1-T2V-14B-Diffusers"))),
 }
 
 
@@ -239,6 +252,23 @@ def qwenimage_21(sizes: dict, make: Callable) -> QwenImage21Pipeline:
     )
     pipeline.register_to_config(processor=("transformers", "Qwen3VLProcessor"))  # as it is published
     return pipeline
+
+
+def wan(sizes: dict, make: Callable) -> WanPipeline:
+    """Return Wan 2.1, at its published sizes with UniPC's scheduler, at the tiny one with Euler's, by whose steps its
+    pipeline draws what training does."""
+    size = sizes["wan"]
+    text = UMT5Config(feed_forward_proj="gated-gelu", **sizes["umt5"])
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    if sizes is not TINY:
+        scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    return WanPipeline(
+        transformer=make(lambda: WanTransformer3DModel(**size), torch.bfloat16),
+        scheduler=scheduler,
+        vae=make(lambda: AutoencoderKLWan(**sizes["wan_vae"]), torch.float32),
+        text_encoder=make(lambda: UMT5EncoderModel(text), torch.bfloat16),
+        tokenizer=t5_tokenizer(),
+    )
 
 
 def role_processor() -> TextProcessor:

@@ -1,15 +1,16 @@
 """Noise levels that DPO trains each published model at, beside the sigmas it samples at: a table of docs/.
 
 Tokens, shift and sigmas come from the model's own class. Its scheduler is that of the tiny model, whose settings are
-the published ones, but for PUBLISHED_SCHEDULERS.
+the published ones, but for PUBLISHED_SCHEDULERS and UNIPC_SHIFTS.
 """
 
 from typing import NamedTuple
 
 import torch
+from diffusers import UniPCMultistepScheduler
 
 from config import grpo
-from flow_grpo.diffusers_patch import model_classes, registry
+from flow_grpo.diffusers_patch import loading, model_classes, registry
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.settings.table import typed
@@ -17,6 +18,10 @@ from flow_grpo.settings.table import typed
 PUBLISHED_SCHEDULERS = {  # settings that differ from the tiny model's; from memory
     "black-forest-labs/FLUX.1-schnell": dict(use_dynamic_shifting=False, shift=1.0),
     "Tongyi-MAI/Z-Image": dict(shift=6.0),
+}
+UNIPC_SHIFTS = {  # of models that are published with UniPC's scheduler; from memory
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 3.0,
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": 3.0,
 }
 QUANTILES = (-1.645, 0.0, 1.645)  # of a standard normal: 5 %, median, 95 %
 
@@ -55,6 +60,11 @@ def with_published_scheduler(hub_id: str) -> FlowModel:
     """Return the tiny model of a published one, without weights, its scheduler set as the published one is."""
     folder = registry.tiny_like(hub_id)
     model = model_classes.of_folder(folder).without_weights(folder)
+    if hub_id in UNIPC_SHIFTS:
+        model.pipeline.scheduler = UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=UNIPC_SHIFTS[hub_id]
+        )
+        return model
     scheduler = model.pipeline.scheduler
     settings = dict(scheduler.config) | PUBLISHED_SCHEDULERS.get(hub_id, {})
     model.pipeline.scheduler = type(scheduler).from_config(settings)
@@ -62,7 +72,7 @@ def with_published_scheduler(hub_id: str) -> FlowModel:
 
 
 def _shift_in_words(model: FlowModel) -> str:
-    config = model.pipeline.scheduler.config
+    config = loading.as_euler(model.pipeline.scheduler).config
     if not config.use_dynamic_shifting:
         return f"{config.shift:g}"
     if type(model).shift is not FlowModel.shift:

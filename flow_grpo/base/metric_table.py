@@ -44,6 +44,11 @@ def names_score(name: str, rewards: Iterable[str]) -> bool:
     return name == "avg" or any(name == reward or name.startswith(f"{reward}_") for reward in rewards)
 
 
+def is_of_frame(name: str) -> bool:
+    """Return whether a figure is the score of one frame of videos."""
+    return re.search(r"_frame_\d+$", name) is not None
+
+
 def explain(name: str, rewards: Iterable[str] | None = None) -> Metric | None:
     """Return the row of METRICS for a name, or None if no row describes it.
 

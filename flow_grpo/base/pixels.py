@@ -1,11 +1,16 @@
 """Conversion of images between float tensors in [0, 1] and the bytes that files and image libraries take."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from flow_grpo.base.prompt import Prompt
+
+STRIP_FRAMES = 4
+FRAMES_PER_S = 16  # of animations, as of Wan's videos
 
 
 def to_uint8(images: Tensor) -> np.ndarray:
@@ -21,19 +26,38 @@ def from_picture(picture: Image.Image) -> Tensor:
 
 
 def beside_sources(images: Tensor, prompts: list[Prompt]) -> Tensor:
-    """Return images [B, 3, H, W] for a contact sheet, each with what its prompt edits, if anything, to the left of it.
+    """Return images [B, 3, H, W] or videos [B, f, 3, H, W] for a contact sheet, each with what its prompt edits, if
+    anything, to the left of it.
 
     Each source is padded to the image's size.
     """
-    height, width = images.shape[2:]
+    height, width = images.shape[-2:]
     rows = []
     for image, prompt in zip(images, prompts, strict=True):
         row = []
         for picture in prompt.pictures():
             padded = ImageOps.pad(picture, (width, height), color="white")
-            row.append(from_picture(padded).to(image))
-        rows.append(torch.cat([*row, image], 2))
+            row.append(from_picture(padded).to(image).expand_as(image))
+        rows.append(torch.cat([*row, image], -1))
     return torch.stack(rows)
+
+
+def film_strips(images: Tensor) -> Tensor:
+    """Return images [B, 3, H, W] as they are, and of videos [B, f, 3, H, W] up to STRIP_FRAMES frames at equal
+    distances side by side, [B, 3, H, n W]."""
+    if images.ndim == 4:
+        return images
+    num_frames = images.shape[1]
+    places = torch.linspace(0, num_frames - 1, min(STRIP_FRAMES, num_frames)).round().long()
+    return torch.cat(images[:, places].unbind(1), -1)
+
+
+def motion(frames: list[Image.Image]) -> dict[str, Any]:
+    """Return how Pillow saves the first frame of an animation with the others, as WebP or PNG; nothing for a still."""
+    others = frames[1:]
+    if not others:
+        return {}
+    return dict(save_all=True, append_images=others, duration=1000 / FRAMES_PER_S, loop=0)
 
 
 def to_pictures(images: Tensor) -> list[Image.Image]:

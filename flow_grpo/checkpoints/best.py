@@ -24,7 +24,7 @@ RESULTS = ("value", "figures")
 # Fields that two evaluations must share for their values to be compared.
 MEASURED_BY = (
     *("split", "num_prompts", "noises_per_prompt", "num_steps", "guidance_scale", "best_by"),
-    *("height", "width", "vae_precision", "weights", "solver"),
+    *("height", "width", "frames", "vae_precision", "weights", "solver"),
 )
 
 
@@ -44,6 +44,7 @@ class Evaluation:
     figures: dict[str, float]  # name -> mean
     height: int = 0  # pixels; 0 = not known, as in older files
     width: int = 0  # pixels
+    frames: int = 1  # of a video; 1 = images
     vae_precision: str = ""
     weights: str = "exact"  # as sample.rollout_weights; those of older files were exact
     solver: str = ""  # of its shortcuts; "" = a forward for each step

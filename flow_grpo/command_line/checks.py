@@ -15,7 +15,7 @@ from flow_grpo.command_line import alerts
 from flow_grpo.diffusers_patch.sampling_params import check_noise_level
 from flow_grpo.settings import stored_config, table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES, Objective
-from flow_grpo.settings.sections import Config, Sample, Train
+from flow_grpo.settings.sections import Config, Eval, Sample, Train
 from flow_grpo.settings.setting import FrozenDict, Setting
 
 OPEN_SECTIONS = ("custom.", "reward_fn.", "reward.args.")  # whose names are the user's
@@ -156,6 +156,7 @@ def _check_meaning(config: Config) -> None:
     for key, pixels in (("height", config.height), ("width", config.width)):
         if pixels % 16:
             raise UserError(f"config.{key} is {pixels}; it must be a multiple of 16 pixels")
+    _check_frames(config)
     names, chosen = [*config.reward_fn, *config.eval.rewards], config.eval.best_by
     if not names_score(chosen, names):
         raise UserError(
@@ -176,6 +177,22 @@ def _check_meaning(config: Config) -> None:
     _check_schedule("old_decay_schedule", config.train.old_decay_schedule)
     if config.train.sampler_decay_schedule != -1:
         _check_schedule("sampler_decay_schedule", config.train.sampler_decay_schedule)
+
+
+def _check_frames(config: Config) -> None:
+    check_saved_images(config.eval, config.frames)
+    if config.frames == 1 and config.reward.frames != table.BY_KEY["reward.frames"].default:
+        raise UserError(
+            f"config.reward.frames is {config.reward.frames}, but config.frames is 1: an image has no other frames"
+        )
+
+
+def check_saved_images(settings: Eval, num_frames: int) -> None:
+    """Raises UserError where evaluations would save videos in a format that has no animations."""
+    if num_frames > 1 and settings.save_images and settings.image_format == "jpg":
+        raise UserError(
+            f"config.eval.image_format is 'jpg', of a single frame, but videos have {num_frames}; set 'png' or 'webp'"
+        )
 
 
 def _check_schedule(name: str, decay: float) -> None:

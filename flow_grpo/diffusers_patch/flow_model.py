@@ -67,8 +67,10 @@ class FlowModel(ABC):
     PICTURES: ClassVar[bool] = False  # whether latents are [B, C, h, w]; else tokens [B, N, C]
     CUDNN_ATTENTION: ClassVar[bool]  # whether cuDNN's attention is safe
     CUTS_PADDING: ClassVar[bool] = False  # whether text that is padding is masked, so that it may be cut
+    FRAMES_PER_LATENT: ClassVar[int] = 0  # of a video, for which a latent behind the first stands; 0 = it draws images
     MOST_SOURCES: ClassVar[int] = 0  # images to be edited that a prompt may have; where not 0, it has one or more
     ENCODERS: ClassVar[tuple[str, ...]] = ("text_encoder*", "tokenizer*", "processor*")  # folders of what `encode` uses
+    COMPILES_DECODER: ClassVar[bool] = True  # whether the VAE's decoder is one graph
     ATTENTIONS: ClassVar[tuple[str, ...]] = ()  # values of config.attention besides "" that `fuse` understands
     NEGATIVE_PROMPT: ClassVar[str | None] = ""  # what guidance leads away from; None = it is no second forward
     ON_DISK: ClassVar[bool] = True  # whether its weights are files of config.model; a benchmark draws them
@@ -152,8 +154,18 @@ class FlowModel(ABC):
         """Transformer that is trained, as diffusers has it, with its names of weights."""
         return self.pipeline.transformer
 
-    def check_size(self, size: Size) -> None:  # noqa: B027 (most models have nothing to add to what Size checks)
-        """Raise UserError for an image that the model cannot draw. Needs no weight."""
+    def check_size(self, size: Size) -> None:
+        """Raise UserError for an image or a video that the model cannot draw. Needs no weight."""
+        step = self.FRAMES_PER_LATENT
+        if size.frames == 1 or (step and (size.frames - 1) % step == 0):
+            return
+        if not step:
+            raise UserError(f"frames is {size.frames}, but {self.NAME} draws images: set 1")
+        below = 1 + (size.frames - 1) // step * step
+        raise UserError(
+            f"frames is {size.frames}, but {self.NAME} draws 1 frame more than a multiple of {step}: set {below} or "
+            f"{below + step}"
+        )
 
     def check_steps(self, num_steps: int, name: str = "num_steps") -> None:  # noqa: B027 (most models take any)
         """Raise UserError for a number of steps, a setting `name`, that the weights cannot take. Needs no weight."""
@@ -241,10 +253,11 @@ class FlowModel(ABC):
         return self.num_tokens(size), channels
 
     @classmethod
-    def image_shape(cls, size: Size) -> tuple[int, int, int]:
-        """Shape of a decoded image, (3, H, W): the size, unless `decode_batch` returns another one, such as the frames
-        of a video side by side. Needs no weight."""
-        return 3, size.height, size.width
+    def image_shape(cls, size: Size) -> tuple[int, ...]:
+        """Shape of a decoded image, (3, H, W), or video, (f, 3, H, W): the size, unless `decode_batch` returns another
+        one, such as the frames of a video side by side. Needs no weight."""
+        shape = (3, size.height, size.width)
+        return shape if size.frames == 1 else (size.frames, *shape)
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
         """Shape of one row of each text field of a Condition with `width` tokens."""
@@ -320,6 +333,8 @@ class FlowModel(ABC):
         """Return size, steps and guidance as arguments of the diffusers pipeline's call, whose second forward is asked
         for by a negative prompt or by the scale alone."""
         arguments: dict[str, Any] = dict(height=size.height, width=size.width, num_inference_steps=num_steps)
+        if cls.FRAMES_PER_LATENT:
+            arguments["num_frames"] = size.frames
         takes_true_cfg = "true_cfg_scale" in inspect.signature(cls.PIPELINE.__call__).parameters
         if cls.NEGATIVE_PROMPT is None or not takes_true_cfg:
             return arguments | {"guidance_scale": guidance_scale}
@@ -378,13 +393,15 @@ class FlowModel(ABC):
         return z.reshape(len(z), -1, *z.shape[-2:])
 
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
-        """Decode latents [B, ...] to images [B, 3, H, W] in [-1, 1]; here by a VAE with a scale and a shift."""
+        """Decode latents [B, ...] to images [B, 3, H, W] in [-1, 1], or to videos [B, f, 3, H, W]; here to images, by a
+        VAE with a scale and a shift."""
         vae = self.pipeline.vae
         z = self.features(latents, size) / vae.config.scaling_factor + vae.config.shift_factor
         return vae.decode(z.to(vae.dtype), return_dict=False)[0]
 
     def encode_batch(self, images: Tensor) -> Tensor:
-        """Encode images [B, 3, H, W] in [-1, 1] to their most likely latents [B, ...] float32, by such a VAE."""
+        """Encode images [B, 3, H, W] in [-1, 1], or videos, to their most likely latents [B, ...] float32; here images,
+        by such a VAE."""
         vae = self.pipeline.vae
         z = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
         z = (z - vae.config.shift_factor) * vae.config.scaling_factor
@@ -394,8 +411,10 @@ class FlowModel(ABC):
 
     @torch.no_grad()
     def decode(self, latents: Tensor, size: Size, batch_size: int = 8) -> Tensor:
-        """Decode latents [B, ...] to images [B, 3, H, W] float32 in [0, 1], `batch_size` at a time."""
+        """Decode latents [B, ...] to images [B, 3, H, W] or videos [B, f, 3, H, W], float32 in [0, 1], `batch_size`
+        frames at a time; of a longer video all of its frames."""
         num_images = len(latents)
+        batch_size = size.num_together(batch_size)
         if self.pipeline.vae.decoder._compiled_call_impl is not None:
             # A compiled decoder, which has a graph for each shape, gets one: the last batch is filled with copies.
             num_rows = -(-num_images // batch_size) * batch_size
@@ -411,8 +430,11 @@ class FlowModel(ABC):
 
     @torch.no_grad()
     def encode_images(self, images: Tensor, batch_size: int = 8) -> Tensor:
-        """Encode images [B, 3, H, W] in [0, 1] to their most likely latents [B, ...] float32, in batches."""
-        return torch.cat([self.encode_batch(part * 2 - 1).float() for part in images.split(batch_size)])
+        """Encode images [B, 3, H, W] or videos [B, f, 3, H, W] in [0, 1] to their most likely latents [B, ...] float32,
+        `batch_size` frames at a time."""
+        num_frames = images.shape[1:-3].numel()
+        parts = images.split(max(batch_size // num_frames, 1))
+        return torch.cat([self.encode_batch(part * 2 - 1).float() for part in parts])
 
 
 def _to_unit(images: Tensor) -> Tensor:

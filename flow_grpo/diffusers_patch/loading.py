@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import transformers
 from accelerate import init_empty_weights
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from diffusers.models.modeling_utils import no_init_weights
 
 from flow_grpo.base import folders, locations
@@ -30,6 +30,18 @@ if not sys.stderr.isatty():
     transformers.utils.logging.disable_progress_bar()
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
 EULER = FlowMatchEulerDiscreteScheduler.__name__
+UNIPC = UniPCMultistepScheduler.__name__
+# Settings of UniPC's class with which its sigmas are those of flow matching with one shift.
+UNIPC_OF_FLOWS = {
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "use_karras_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_beta_sigmas": False,
+    "use_dynamic_shifting": False,
+    "shift_terminal": None,
+    "final_sigmas_type": "zero",
+}
 NUM_TIMESTEPS = 1000  # timestep = 1000 * sigma
 
 
@@ -128,10 +140,9 @@ def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **comp
 
 def check_scheduler(scheduler, model: str = "this model") -> None:
     """Raise UserError for a scheduler other than the Euler scheduler of flow matching, whose steps and sigmas are what
-    training computes with, and for settings of it that training does not follow. `model` begins the sentence."""
-    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        _check_steps_of(type(scheduler).__name__, model)
-    config = scheduler.config
+    training computes with, and for settings of it that training does not follow. Of UniPC's scheduler the sigmas are
+    taken. `model` begins the sentence."""
+    config = as_euler(scheduler, model).config
     for setting in ("stochastic_sampling", "invert_sigmas"):
         if config[setting]:
             raise UserError(f"{model}: its scheduler's {setting} is true, which training does not support; set false")
@@ -149,9 +160,40 @@ def check_scheduler(scheduler, model: str = "this model") -> None:
         )
 
 
+def as_euler(scheduler: Any, model: str = "this model") -> FlowMatchEulerDiscreteScheduler:
+    """Return the scheduler whose steps training takes: the pipeline's own or, of UniPC's for flow matching, Euler's
+    with its shift. Raise UserError for any other; `model` begins the sentence."""
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        return scheduler
+    _check_steps_of(type(scheduler).__name__, model)
+    config = scheduler.config
+    for name, value in UNIPC_OF_FLOWS.items():
+        if config[name] != value:
+            raise UserError(
+                f"{model} has the scheduler {UNIPC} with {name} = {quoted(config[name])}; training takes the sigmas of "
+                f"one with {name} = {quoted(value)}"
+            )
+    return FlowMatchEulerDiscreteScheduler(config["num_train_timesteps"], config["flow_shift"])
+
+
+def unipc_sigmas(num_levels: int) -> list[float]:
+    """Return the sigmas that UniPC's scheduler shifts: from 1 on, in steps that would end at 1 / 1000."""
+    return np.linspace(1.0, 1 / NUM_TIMESTEPS, num_levels + 1)[:-1].tolist()
+
+
+def caution(scheduler: Any) -> str:
+    """Return a sentence where a pipeline's scheduler takes other steps than training does; "" otherwise."""
+    if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        return ""
+    return (
+        f"the model's scheduler is {type(scheduler).__name__}: here images take Euler's steps on its sigmas, so its "
+        "pipeline draws others from the same noise"
+    )
+
+
 def _check_steps_of(scheduler_class: str | None, model: str) -> None:
-    """Raise UserError unless a scheduler's class is that whose steps training takes."""
-    if scheduler_class != EULER:
+    """Raise UserError unless a scheduler's class is one whose sigmas training takes."""
+    if scheduler_class not in (EULER, UNIPC):
         raise UserError(
             f"{model} has the scheduler {scheduler_class}; training takes the steps of {EULER} alone: name it in "
             "model_index.json and scheduler/scheduler_config.json, with the model's shift"
@@ -222,7 +264,7 @@ def chat_length(tokenizer: Any, text: str, thinks: bool) -> int:
 
 
 def schedule(
-    scheduler: FlowMatchEulerDiscreteScheduler,
+    scheduler: FlowMatchEulerDiscreteScheduler | UniPCMultistepScheduler,
     num_steps: int,
     num_tokens: int,
     device: torch.device,
@@ -233,11 +275,12 @@ def schedule(
     """Copy a pipeline's scheduler, with `timesteps` [T] and `sigmas` [T + 1] set for images of `num_tokens`.
 
     Args:
+        scheduler: of UniPC's the sigmas are taken, for Euler's steps.
         sigmas: what the scheduler shifts; True = 1, ..., 1 / num_steps, False = sigmas of its own.
         shift: of a scheduler with dynamic shifts; None = linear in the tokens, as its config has it.
     """
     check_scheduler(scheduler)
-    copied: Any = copy.deepcopy(scheduler)
+    copied: Any = copy.deepcopy(as_euler(scheduler))
     config = copied.config
     if config["use_dynamic_shifting"] and shift is None:
         # Larger images have noisier steps: the shift is linear in the tokens.
@@ -248,6 +291,8 @@ def schedule(
         # diffusers stretches sigmas so that the last is the terminal one. 1, the only one, cannot be moved: 0 / 0.
         copied.register_to_config(shift_terminal=None)
     unshifted = sigmas or None
+    if sigmas is False and isinstance(scheduler, UniPCMultistepScheduler):
+        unshifted = unipc_sigmas(num_steps)
     if sigmas is True:
         unshifted = np.linspace(1.0, 1 / num_steps, num_steps)
     copied.set_timesteps(num_steps, sigmas=unshifted, mu=shift, device=device)

@@ -95,6 +95,8 @@ def of_pipeline(pipeline: DiffusionPipeline) -> FlowModel:
 
 def _of_class(pipeline_class: str, subject: str) -> type[FlowModel]:
     """Find the class for a class of pipelines; `subject` begins the sentence of the UserError."""
+    if pipeline_class in registry.OTHERS:
+        raise UserError(f"{subject} a {pipeline_class}: {registry.OTHERS[pipeline_class]}")
     if pipeline_class not in registry.MODELS:
         raise UserError(f"{subject} a {pipeline_class}; there are {', '.join(registry.MODELS)}")
     return _load(registry.MODELS[pipeline_class])

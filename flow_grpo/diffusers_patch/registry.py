@@ -28,6 +28,12 @@ MODELS: dict[str, Entry | Any] = {
     "ZImagePipeline": Entry("zimage", "ZImage"),
     "Flux2KleinPipeline": Entry("flux2_klein", "Flux2Klein"),
     "QwenImage21Pipeline": Entry("qwenimage_21", "QwenImage21"),
+    "WanPipeline": Entry("wan", "Wan"),
+}
+# Pipelines that look like some of these, and why they are not trained.
+OTHERS = {
+    "WanImageToVideoPipeline": "its videos begin with a given picture, which no condition here holds; take Wan 2.1's "
+    "weights for text to video, whose pipeline is WanPipeline",
 }
 STABILITY = "Stability AI Community License (free below 1 million USD of yearly revenue)"
 
@@ -48,6 +54,8 @@ PUBLISHED = (
     Weights("flux2_klein", "black-forest-labs/FLUX.2-klein-base-4B", "Apache-2.0", 16),
     Weights("flux2_klein", "black-forest-labs/FLUX.2-klein-base-9B", "FLUX Non-Commercial License", 35),
     Weights("qwenimage_21", "Qwen/Qwen-Image-2.1", "Qwen Research License (no commercial use)", 33),
+    Weights("wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Apache-2.0", 29),
+    Weights("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "Apache-2.0", 81),
 )
 
 

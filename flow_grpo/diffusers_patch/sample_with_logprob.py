@@ -29,7 +29,7 @@ from flow_grpo.diffusers_patch.size import Size
 class Samples:
     """Images of an entry point and how they came about. B prompts; K noisy steps; J outcomes per noisy step."""
 
-    images: Tensor  # [B, 3, H, W] f32 in [0, 1]; per step: [B, K, J, 3, H, W]
+    images: Tensor  # [B, 3, H, W] f32 in [0, 1]; per step: [B, K, J, 3, H, W]; of videos [..., f, 3, H, W]
     latents: Tensor  # [B, ...] f32, of the images; per step: [B, K, J, ...]
     trace: list[TracedStep]  # one per noisy step, in order
     text_widths: list[int] = field(default_factory=list)  # B, tokens from which on text is padding; [] = not known
@@ -57,6 +57,7 @@ def pipeline_with_logprob(
     num_steps: int = 10,
     height: int = 512,
     width: int = 512,
+    frames: int = 1,
     guidance_scale: float | None = None,
     sde_type: str = "sde",
     flash_ratio: float = 0.0,
@@ -72,14 +73,16 @@ def pipeline_with_logprob(
         window: the noisy steps, within range(num_steps); range(0) for a deterministic image.
         noise_level: eta of the noisy steps; `sde_type` as in sde_step_with_logprob.
         height, width: pixels, multiples of 16.
+        frames: above 1: of a video, as the model draws them.
         guidance_scale: None = the model's published one; at most 1 = no second forward.
         flash_ratio: above 0, what follows the window takes this share of its forwards, by `flash_solver` of solvers.py.
+        vae_batch_size: frames per decode.
     """
     model = model_classes.of_pipeline(pipeline)
     scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
     _check_steps(window, params, "window")
-    job = _checked_job(model, prompts, generators, params, Size(height, width))
+    job = _checked_job(model, prompts, generators, params, Size(height, width, frames))
     return sample(job, noisy_steps=window, vae_batch_size=vae_batch_size)
 
 
@@ -95,6 +98,7 @@ def pipeline_with_logprob_perstep(
     num_steps: int = 10,
     height: int = 512,
     width: int = 512,
+    frames: int = 1,
     guidance_scale: float | None = None,
     sde_type: str = "sde",
     flash_ratio: float = 0.0,
@@ -113,10 +117,9 @@ def pipeline_with_logprob_perstep(
     model = model_classes.of_pipeline(pipeline)
     scale = model.GUIDANCE_SCALE if guidance_scale is None else guidance_scale
     params = SamplingParams(num_steps, scale, noise_level, sde_type, flash_ratio, flash_solver)
-    if num_branches < 2 or not steps:
-        raise UserError(f"num_branches is {num_branches}, steps is {steps}; it takes 2 branches, and a step to leave")
+    _check_branches(num_branches, steps)
     _check_steps(steps, params, "steps")
-    job = _checked_job(model, prompts, generators, params, Size(height, width))
+    job = _checked_job(model, prompts, generators, params, Size(height, width, frames))
     return sample(
         job,
         noisy_steps=steps,
@@ -148,6 +151,12 @@ def _checked_job(
         records = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         prompts = model.encode(records, guided=model.is_guided(params.guidance_scale))
     return SamplingJob(model, prompts, generators, params, size)
+
+
+def _check_branches(num_branches: int, steps: range) -> None:
+    """Raise UserError unless there are branches, and steps that they leave."""
+    if num_branches < 2 or not steps:
+        raise UserError(f"num_branches is {num_branches}, steps is {steps}; it takes 2 branches, and a step to leave")
 
 
 def _check_steps(steps: range, params: SamplingParams, name: str) -> None:
@@ -259,13 +268,14 @@ def shared_prefixes(requests: list[Request], groups: list[int]) -> list[Request]
 def post_decode(
     model: FlowModel, finished: Iterable[Request], vae_batch_size: int
 ) -> Iterator[tuple[list[Request], Samples]]:
-    """Decode finished requests, some B together as soon as they fill a decode; of trunks, a few decodes."""
+    """Decode finished requests, some B together as soon as they fill a decode of `vae_batch_size` frames; of trunks, a
+    few decodes."""
     ready: list[Request] = []
     num_ready = 0
     for request in finished:
         ready.append(request)
         num_ready += len(request.noisy_steps) if request.is_trunk else 1
-        if num_ready >= vae_batch_size:
+        if num_ready >= request.size.num_together(vae_batch_size):
             yield ready, _decoded(model, ready, vae_batch_size)
             ready = []
             num_ready = 0
@@ -274,7 +284,7 @@ def post_decode(
 
 
 def _decoded(model: FlowModel, finished: list[Request], vae_batch_size: int) -> Samples:
-    """Images of finished requests: [B, 3, H, W], or [B, K, J, 3, H, W] of trunks' branches."""
+    """Images or videos of finished requests: [B, ...], or [B, K, J, ...] of trunks' branches."""
     latents, trace = joined(finished)
     num_leading = 3 if finished[0].is_trunk else 1
     images = model.decode(latents.flatten(0, num_leading - 1), finished[0].size, vae_batch_size)

@@ -1,4 +1,4 @@
-"""Size of an image in pixels."""
+"""Size of an image or a video."""
 
 from dataclasses import dataclass
 
@@ -10,29 +10,41 @@ MULTIPLE = 16  # pixels: a VAE's factor of 8, times the 2 x 2 latents of a token
 
 @dataclass(frozen=True)
 class Size:
-    """Height and width of an image in pixels. A side that is no positive multiple of 16 is a UserError."""
+    """Height and width in pixels, and frames. A side that is no positive multiple of 16 is a UserError, and so are less
+    than one frame."""
 
     height: int
     width: int
+    frames: int = 1  # 1 = an image
 
     def __post_init__(self) -> None:
         for name in ("height", "width"):
             pixels = getattr(self, name)
             if not isinstance(pixels, int) or pixels < MULTIPLE or pixels % MULTIPLE:
                 raise UserError(f"{name} is {pixels!r}; it must be a positive multiple of {MULTIPLE} pixels")
+        if not isinstance(self.frames, int) or self.frames < 1:
+            raise UserError(f"frames is {self.frames!r}; it must be a positive whole number, 1 for images")
 
     def __str__(self) -> str:
-        return f"{self.height}x{self.width}"
+        sides = f"{self.height}x{self.width}"
+        return sides if self.frames == 1 else f"{sides}x{self.frames}"
+
+    def num_together(self, num_frames: int) -> int:
+        """Return how many images or videos have at most `num_frames` frames together; at least one."""
+        return max(num_frames // self.frames, 1)
 
     @classmethod
     def parse(cls, text: str) -> "Size":
-        """Read "768x512", height first, or "512" for a square."""
-        sides = text.split("x")
-        if len(sides) > 2 or not all(side.isdecimal() for side in sides):
-            raise UserError(f"a size is written as 768x512 (height x width) or 512, not {text!r}")
-        return cls(height=int(sides[0]), width=int(sides[-1]))
+        """Read "768x512", height first, "512" for a square, or "240x416x33" with the frames of a video."""
+        numbers = text.split("x")
+        if len(numbers) > 3 or not all(number.isdecimal() for number in numbers):
+            raise UserError(
+                f"a size is written as 768x512 (height x width), 512, or with frames 240x416x33, not {text!r}"
+            )
+        height, width, *frames = map(int, numbers if len(numbers) > 1 else numbers * 2)
+        return cls(height, width, *frames)
 
 
 def training_size(config: Config) -> Size:
-    """Return the size of the images that a run samples, trains on and is evaluated on."""
-    return Size(config.height, config.width)
+    """Return the size of the images or videos that a run samples, trains on and is evaluated on."""
+    return Size(config.height, config.width, config.frames)

@@ -32,6 +32,7 @@ from flow_grpo.settings.sections import Eval
 from flow_grpo.weights import policies
 
 NUM_SHOWN = 12  # images that trackers and samples.png show
+NUM_VIDEOS_SHOWN = 4  # whose frames are all kept until they are shown
 Item = TypeVar("Item")
 
 
@@ -54,7 +55,8 @@ class Scores(NamedTuple):
     """Scores of S noises of each of P prompts."""
 
     values: dict[str, Tensor]  # name -> [S, P] float32, "avg" among them; NaN where a reward failed that may
-    images: dict[int, Tensor]  # number of the prompt -> its image [3, H, W] of the first noise, of those to be shown
+    # Number of the prompt -> its image [3, H, W] or video [f, 3, H, W] of the first noise, of those to be shown.
+    images: dict[int, Tensor]
     variety: dict[str, Estimate]  # how different a prompt's images are; {} of one noise
 
 
@@ -108,6 +110,11 @@ def score(
     if saved and distributed.is_main():
         saved.write_table(list(seeds), gathered.values)
     return gathered
+
+
+def num_shown(size: Size) -> int:
+    """Return how many images or videos of an evaluation are shown."""
+    return NUM_SHOWN if size.frames == 1 else NUM_VIDEOS_SHOWN
 
 
 def images_to_save(folder: Path, split: Split, settings: Eval) -> SavedImages | None:
@@ -229,7 +236,7 @@ def _draw(sampler: Sampler, split: Split, rows: list[tuple[int, int]], fast: For
     )
     job = SamplingJob(sampler.model, condition, generators, params, sampler.size)
     # A compiled decode is filled up with copies to its batch size, so it is no larger than there are images.
-    decoded_together = min(sampler.vae_batch_size, settings.batch_size)
+    decoded_together = min(sampler.vae_batch_size, settings.batch_size * sampler.size.frames)
     sampled = sample(job, noisy_steps=range(0), velocity=sampler.velocity, vae_batch_size=decoded_together, fast=fast)
     return sampled, sampler.pool.submit(sampled.images, prompts, everything=True)
 

@@ -15,7 +15,7 @@ from flow_grpo.weights import base_lora, finite, fsdp_utils, load_weights, lora_
 
 # Settings that an evaluation reads; config.model is each policy's own.
 READ = (
-    *("model_class", "dataset", "reward_fn", "height", "width", "text_tokens"),
+    *("model_class", "dataset", "reward_fn", "height", "width", "frames", "text_tokens"),
     *("precision", "base_precision", "vae_precision", "vae_batch_size"),
     *(f"eval.{key}" for key in ("rewards", "num_prompts", "noises_per_prompt", "num_steps")),
     *("eval.guidance_scale", "eval.batch_size"),

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from flow_grpo.base import folders
-from flow_grpo.base.pixels import to_pictures
+from flow_grpo.base.pixels import motion, to_pictures
 from flow_grpo.base.prompt import Prompt
 
 # What Pillow writes a file of each format with.
@@ -49,16 +49,18 @@ class SavedImages:
 
         Args:
             rows: (seed, number of the prompt) of each image.
-            images: [b, 3, H, W] in [0, 1].
+            images: [b, 3, H, W] in [0, 1], or videos [b, f, 3, H, W], which are written as animations.
         """
         wanted = [row for row, (_, number) in enumerate(rows) if number in self.numbers]
         if not wanted or self.problem:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for row, picture in zip(wanted, to_pictures(images[wanted]), strict=True):
+            for row in wanted:
                 seed, number = rows[row]
-                picture.save(self.folder / self.name(number, seed), **OPTIONS[self.file_type])
+                frames = to_pictures(images[row].view(-1, *images.shape[-3:]))
+                options = OPTIONS[self.file_type] | motion(frames)
+                frames[0].save(self.folder / self.name(number, seed), **options)
         except OSError as error:
             self.problem = f"images of the evaluation could not be written to {self.folder}: {error}"
 

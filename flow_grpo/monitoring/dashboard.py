@@ -19,10 +19,19 @@ from tqdm import tqdm
 from flow_grpo.base import folders
 from flow_grpo.base.errors import WriteFailed
 from flow_grpo.base.formatting import in_one_line
-from flow_grpo.base.pixels import to_pictures
+from flow_grpo.base.metric_table import is_of_frame
+from flow_grpo.base.pixels import film_strips, to_pictures
 from flow_grpo.monitoring import progress, provenance, report, sheets, trackers
 from flow_grpo.monitoring.plots import plot_reward, read_metrics
-from flow_grpo.monitoring.sheets import Cell, GroupRow, Sheet, contact_sheet, group_sheet, plot_samples
+from flow_grpo.monitoring.sheets import (
+    Cell,
+    GroupRow,
+    Sheet,
+    contact_sheet,
+    group_sheet,
+    plot_samples,
+    write_animation,
+)
 from flow_grpo.settings.sections import Config
 
 # Drawing the report takes at most 1/REPORT_INTERVAL of a run's time.
@@ -212,8 +221,8 @@ class Dashboard:
     def _summary(self, kind: str, epoch: int, values: dict[str, float], seconds_left: float) -> str:
         """Return the line that is printed of a line that is logged."""
         if kind != "epoch":
-            # Figures of categories, of more than one "/", would make the line too long.
-            names = sorted(name for name in values if name.count("/") == 1)
+            # Figures of categories, of more than one "/", and of frames would make the line too long.
+            names = sorted(name for name in values if name.count("/") == 1 and not is_of_frame(name))
             return "  ".join([f"{kind.replace('eval', 'evaluation')} after {epoch} epochs", *self._figures(names)])
         # Evaluations have lines of their own.
         names = ["reward/avg", "loss", "implicit_accuracy", "grad_norm"]
@@ -245,12 +254,18 @@ class Dashboard:
         name: str = "eval",
     ) -> None:
         """Show images [N, 3, H, W] in [0, 1] with their N captions and N rewards in the trackers and as
-        images/<name>_<epoch>.png, with a .json of the same name that has each picture's box."""
+        images/<name>_<epoch>.png, with a .json of the same name that has each picture's box. Videos [N, f, 3, H, W]
+        are shown as film strips, and move in images/<name>_<epoch>.webp."""
+        rewards = None if rewards is None else list(rewards)
         sheet = contact_sheet(images, captions, rewards)
+        pictures = to_pictures(film_strips(images))
         at = {"epoch": epoch, "step": step}
-        self._track(lambda tracker: tracker.log_images(name, to_pictures(images), sheet, at, len(self.history)))
+        self._track(lambda tracker: tracker.log_images(name, pictures, sheet, at, len(self.history)))
         picture = f"images/{name}_{epoch:06d}.png"
         self._draw(picture, lambda folder: write_sheet(sheet, folder / picture))
+        if images.ndim == 5:
+            animation = f"images/{name}_{epoch:06d}.webp"
+            self._draw(animation, lambda folder: write_animation(images, captions, rewards, folder / animation))
         if name == "eval" and time.perf_counter() >= self.report_due_s:
             self._draw_report()
 

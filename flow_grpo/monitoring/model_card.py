@@ -66,7 +66,7 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
     template = Path(__file__).parents[1] / "assets" / "model_card.md"
     config = run.config
     family = _family(config)
-    edits = family is not None and family.MOST_SOURCES > 0
+    task = task_of(family)
     is_hub_id = locations.is_hub_id(config.model)
     # The path of a user's own folder is nobody's business: the card has its name.
     is_public = is_hub_id or config.model.startswith("flow_grpo/assets/")
@@ -83,11 +83,20 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
         pictures=pictures,
         facts=facts(run, folder),
         strength=exports.strength(folder),
-        edits=edits,
+        edits=task == "image-to-image",
         call=Markup(call_of(family, config)) if family else "",
         settings=public_settings(run),
     )
-    (folder / "README.md").write_text(f"---\n{front_matter(run, edits)}\n---\n\n{text}", encoding="utf-8")
+    (folder / "README.md").write_text(f"---\n{front_matter(run, task)}\n---\n\n{text}", encoding="utf-8")
+
+
+def task_of(family: type[FlowModel] | None) -> str:
+    """Return what the hub calls the task of a class of models; None = not known."""
+    if family is not None and family.MOST_SOURCES:
+        return "image-to-image"
+    if family is not None and family.FRAMES_PER_LATENT:
+        return "text-to-video"
+    return "text-to-image"
 
 
 def _family(config: Config) -> type[FlowModel] | None:
@@ -99,14 +108,16 @@ def _family(config: Config) -> type[FlowModel] | None:
 
 
 def call_of(family: type[FlowModel], config: Config) -> str:
-    """Return Python that draws an image as the run's evaluations do, with the pipeline and, for edits, `source`."""
+    """Return Python that draws an image, or the frames of a video, as the run's evaluations do, with the pipeline and,
+    for edits, `source`."""
     settings = family.call_arguments(training_size(config), config.eval.num_steps, config.eval.guidance_scale)
     arguments = ['"YOUR PROMPT"']
     if family.MOST_SOURCES:
         arguments.append("image=source")
     for name, value in settings.items():
         arguments.append(f"{name}={value!r}")
-    return f"image = pipeline({', '.join(arguments)}).images[0]"
+    call = f"pipeline({', '.join(arguments)})"
+    return f"frames = {call}.frames[0]" if family.FRAMES_PER_LATENT else f"image = {call}.images[0]"
 
 
 def markdown(value: object) -> str:
@@ -198,10 +209,16 @@ def facts(run: run_history.RunHistory, folder: Path) -> list[tuple[str, str]]:
         ("weights", weights),
         ("chosen", chosen),
         ("seed", str(config.seed)),
-        ("size", f"{config.height} x {config.width} pixels, height first"),
+        ("size", _size(config)),
         *_branch(run),
         *_made_by(run),
     ]
+
+
+def _size(config: Config) -> str:
+    """Return the size of a run's images or videos."""
+    sides = f"{config.height} x {config.width} pixels, height first"
+    return sides if config.frames == 1 else f"{config.frames} frames of {sides}"
 
 
 def _branch(run: run_history.RunHistory) -> list[tuple[str, str]]:
@@ -238,9 +255,8 @@ def public_settings(run: run_history.RunHistory) -> list[tuple[str, str]]:
     return rows
 
 
-def front_matter(run: run_history.RunHistory, edits: bool = False) -> str:
-    """Return the card's data for the hub, as YAML; `edits` = the model edits pictures."""
-    task = "image-to-image" if edits else "text-to-image"
+def front_matter(run: run_history.RunHistory, task: str) -> str:
+    """Return the card's data for the hub, as YAML."""
     tags = [task, "diffusers", "reinforcement-learning", f"flow-grpo-{in_one_line(run.config.algorithm)}"]
     if run.config.lora.rank:
         tags.append("lora")

@@ -13,7 +13,7 @@ from torch import Tensor
 from flow_grpo.base import folders, pictures
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
-from flow_grpo.base.pixels import to_pictures
+from flow_grpo.base.pixels import film_strips, motion, to_pictures
 
 INK = "#222222"
 BLUE = "#2f6db5"
@@ -74,8 +74,9 @@ class Tile(NamedTuple):
 
 
 def fit(picture: Image.Image) -> Image.Image:
-    """Enlarge to 128 px or more by whole pixels, or shrink to 256 px or less."""
-    side = max(picture.size)
+    """Enlarge to 128 px or more by whole pixels, or shrink to 256 px or less; what is longer than twice its other side,
+    such as a film strip, is measured by twice that side."""
+    side = min(max(picture.size), 2 * min(picture.size))
     resampling = Image.Resampling.NEAREST
     factor: float = math.ceil(128 / side)
     if side > 256:
@@ -85,16 +86,30 @@ def fit(picture: Image.Image) -> Image.Image:
 
 
 def contact_sheet(images: Tensor, captions: Sequence[str], scores: Iterable[float] | None = None) -> Sheet:
-    """Draw images [N, 3, H, W] in [0, 1] in about twice as many columns as rows, caption and score under each."""
+    """Draw images [N, 3, H, W] in [0, 1], or film strips of videos [N, f, 3, H, W], in about twice as many columns as
+    rows, caption and score under each."""
     figures = [""] * len(captions)
     if scores is not None:
         figures = [f"{float(score):.3f}" for score in scores]
+    strips = film_strips(images)
     tiles = []
-    for image, caption, figure in zip(to_pictures(images), captions, figures, strict=True):
+    for image, caption, figure in zip(to_pictures(strips), captions, figures, strict=True):
         picture = fit(image)
         tiles.append(Tile(picture, wrap(caption, picture.width), figure))
-    page, boxes = draw_tiles(tiles, columns=math.ceil(math.sqrt(2 * len(tiles))))
+    # A film strip takes the place of its frames.
+    frames_per_tile = strips.shape[-1] // images.shape[-1]
+    page, boxes = draw_tiles(tiles, columns=math.ceil(math.sqrt(2 * len(tiles) / frames_per_tile)))
     return Sheet(page, list(map(Cell, captions, figures, boxes)))
+
+
+def write_animation(
+    videos: Tensor, captions: Sequence[str], scores: Iterable[float] | None, file: Path, quality: int = 80
+) -> None:
+    """Write a contact sheet whose pictures move, of videos [N, f, 3, H, W] in [0, 1], as an animated WebP."""
+    figures = None if scores is None else [float(score) for score in scores]
+    pages = [contact_sheet(images, captions, figures).page for images in videos.unbind(1)]
+    with folders.published(file) as scratch:
+        pages[0].save(scratch, "webp", quality=quality, **motion(pages))
 
 
 class GroupRow(NamedTuple):
@@ -170,6 +185,8 @@ def forget(run_dir: Path, epoch: int, keeps_evaluation: bool) -> None:
     for epochs, sheet in evaluations(run_dir).items():
         if epochs >= first_evaluation:
             sheet.unlink()
+            # Of videos.
+            sheet.with_suffix(".webp").unlink(missing_ok=True)
     for epochs, folder in saved_images(run_dir).items():
         if epochs >= first_evaluation:
             shutil.rmtree(folder)

@@ -194,7 +194,7 @@ def _row_s(config: Config, work: Work, rates: Rates) -> float:
 
 def _decode_s(config: Config, rates: Rates) -> float:
     """Seconds of an image beside its forwards."""
-    return rates.s_decode * config.height * config.width / 512**2
+    return rates.s_decode * config.frames * config.height * config.width / 512**2
 
 
 def _passes(config: Config, rates: Rates) -> float:

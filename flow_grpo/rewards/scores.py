@@ -82,6 +82,12 @@ def takes_sources(score: Callable) -> bool:
     return "sources" in inspect.signature(score).parameters
 
 
+def takes_videos(score: Callable) -> bool:
+    """Return whether a `score` takes videos [B, f, 3, H, W], after which its first argument is called; an image is a
+    video of one frame."""
+    return next(iter(inspect.signature(score).parameters), "") == "videos"
+
+
 @torch.no_grad()
 def scores_of(
     name: str,
@@ -96,7 +102,8 @@ def scores_of(
     A score that the reward has from a server may be beyond its RANGE, see `clip_to_range`.
 
     Args:
-        images: [B, 3, H, W] in [0, 1]. The reward gets copies of all arguments, so that it cannot change them.
+        images: [B, 3, H, W] in [0, 1], or videos [B, f, 3, H, W] for a `score` that takes them. The reward gets copies
+            of all arguments, so that it cannot change them.
         sources: for each prompt a list of [3, h, w] in [0, 1]; for a `score` that takes them.
 
     Raises:

@@ -143,11 +143,14 @@ def _epochs(config: Config, plan: BatchPlan) -> list[str]:
     if plan.num_branches > 1:
         branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches"
     updates = plan.updates_per_epoch * config.train.inner_epochs
+    drawn = f"images, at {training_size(config)} pixels (height x width)"
+    if config.frames > 1:
+        drawn = f"videos, at {training_size(config)} (height x width x frames)"
     # A row is a trained step of an image or trunk; the branches of a step share it.
     rows = plan.num_groups * plan.group_size * plan.num_trained_steps // plan.updates_per_epoch
     return [
         f"an epoch on {gpus(config.dry_run)}: {plan.num_groups} prompts x {plan.group_size}{branches} = "
-        f"{plan.num_images:,} images, at {training_size(config)} pixels (height x width), in {plan.batches_per_epoch} "
+        f"{plan.num_images:,} {drawn}, in {plan.batches_per_epoch} "
         f"batches of {plan.batch_size} on each GPU; {updates} updates of {rows:,} rows each",
         f"{config.num_epochs} epochs: {config.num_epochs * plan.num_images:,} images, {config.num_epochs * updates:,} "
         "updates",

@@ -7,6 +7,7 @@ import torch
 
 from flow_grpo import rewards
 from flow_grpo.base.formatting import with_error
+from flow_grpo.base.metric_table import is_of_frame
 from flow_grpo.base.pixels import beside_sources
 from flow_grpo.base.prompt import Prompt, captions_of
 from flow_grpo.checkpoints import best
@@ -86,7 +87,7 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
     with run.ema.applied(), run.board.timed("eval"):
         seeds = range(settings.noises_per_prompt)
         sampler = sampler_of(run, of_validation(run.config))
-        scores = evaluation.score(sampler, split, seeds, evaluation.NUM_SHOWN, saved)
+        scores = evaluation.score(sampler, split, seeds, evaluation.num_shown(run.size), saved)
     if saved:
         run.board.say(saved.problem)
     means = evaluation.means(scores, settings.best_by, run.config.watched_rewards)
@@ -211,7 +212,7 @@ def _other_scores(
     """Say how the scores that did not choose have moved from before training to the best policy."""
     parts = []
     for name, mean in best_means.items():
-        is_score = not name.endswith("std_error") and "/" not in name
+        is_score = not name.endswith("std_error") and "/" not in name and not is_of_frame(name)
         is_other = rewards.display_name(name, weights) != rewards.display_name(chosen, weights)
         if is_score and is_other and name in first_means:
             parts.append(f"; {name} {first_means[name]:.4g} before, {mean:.4g} best")

@@ -18,7 +18,7 @@ from flow_grpo.algorithms.advantages import (
 )
 from flow_grpo.algorithms.disagreement import overrated
 from flow_grpo.base import distributed
-from flow_grpo.base.pixels import to_pictures
+from flow_grpo.base.pixels import film_strips, to_pictures
 from flow_grpo.base.prompt import captions_of
 from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples
@@ -72,7 +72,7 @@ class Rewards(NamedTuple):
 def submit(
     run: Run, samples: Samples, batch: Batch, groups: Tensor | None = None, scores: Pending | None = None
 ) -> Submitted:
-    """Begin to score images [b, ..., 3, H, W]. The scores of a failed reward are NaN.
+    """Begin to score images [b, ..., 3, H, W] or videos [b, ..., f, 3, H, W]. The scores of a failed reward are NaN.
 
     Args:
         groups: [b, ...] int64, images of one group compete; None = those of a prompt.
@@ -90,7 +90,7 @@ def submit(
         with run.board.timed("reward"):
             # Rewards that are not trained on are the gate's second opinion.
             everything = run.config.train.gates_the_pull
-            scores = run.pool.submit(samples.images.flatten(0, -4), prompts, everything)
+            scores = run.pool.submit(samples.images.flatten(0, groups.ndim - 1), prompts, everything)
     latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
     # The epoch's first image is on the main rank, which draws the sheet.
     shown = []
@@ -122,7 +122,8 @@ def shown_rows(images: Tensor, batch: Batch, groups: Tensor) -> list[ShownRow]:
     Pictures of 8 bits are kept, not tensors: the branches of a batch of trunks take hundreds of megabytes.
 
     Args:
-        images: [b, 3, H, W], or [b, K, J, 3, H, W] of branches. Of any other shape nothing is shown.
+        images: [b, 3, H, W], or [b, K, J, 3, H, W] of branches; of videos with frames before the channels. In groups of
+            any other shape nothing is shown.
     """
     captions = captions_of(batch.prompts)
     rows = []
@@ -131,11 +132,12 @@ def shown_rows(images: Tensor, batch: Batch, groups: Tensor) -> list[ShownRow]:
         indices = torch.arange(groups.numel()).view(groups.shape)[trunk].tolist()
         for step, indices_of_step in enumerate(indices):
             title = [f"step {step}", captions[trunk]] if step == 0 else [f"step {step}"]
-            rows.append(ShownRow(title, to_pictures(images[trunk, step]), indices_of_step))
+            rows.append(ShownRow(title, to_pictures(film_strips(images[trunk, step])), indices_of_step))
     if groups.ndim == 1:
         for group in groups.unique().tolist()[:MOST_GROUPS_SHOWN]:
             indices = (groups == group).nonzero().flatten().tolist()
-            rows.append(ShownRow([captions[indices[0]]], to_pictures(images[indices]), indices))
+            pictures = to_pictures(film_strips(images[indices]))
+            rows.append(ShownRow([captions[indices[0]]], pictures, indices))
     return rows
 
 

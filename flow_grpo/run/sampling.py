@@ -116,7 +116,7 @@ def _sample_requests(
     ode_rows = config.sample.completion_batch_size or config.sample.batch_size
     batching = Batching(config.sample.batch_size, min(ode_rows, num_images))
     finished = denoise(velocity, requests, batching, run.exact, fast)
-    decoded = post_decode(run.model, finished, vae_batch_size=min(config.vae_batch_size, num_images))
+    decoded = post_decode(run.model, finished, vae_batch_size=min(config.vae_batch_size, num_images * run.size.frames))
     while True:
         with run.board.timed("rollout"):
             images = next(decoded, None)

@@ -160,6 +160,7 @@ def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Eval
         figures=figures,
         height=run.size.height,
         width=run.size.width,
+        frames=run.size.frames,
         vae_precision=run.config.vae_precision,
         weights=drawn.weights,
         solver=drawn.solver,

@@ -81,6 +81,7 @@ def _say_cautions(run: Run) -> None:
     """Say what to keep in mind of a run's tracker, of its prompts and of its loss."""
     config = run.config
     run.board.say(trackers.notice(config.logger, run.folder))
+    run.board.say(loading.caution(run.pipeline.scheduler))
     run.board.say(dry_run.overlap(run.prompts.train, run.prompts.evaluated))
     run.board.say(dry_run.stretch(run.prompts.any, run.size))
     run.board.say(checks.caution(config))
@@ -319,7 +320,8 @@ def lay_out(config: Config, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None
         model.fuse(attention)
     if config.compile:
         compilation.compile_units(model.transformer, model.SHARD_UNITS, 1 - recomputed % 1)
-        loading.compile_decoder(model.pipeline)
+        if model.COMPILES_DECODER:
+            loading.compile_decoder(model.pipeline)
 
 
 def _optimizer(train: Train, trained: dict[str, torch.nn.Parameter]) -> torch.optim.AdamW:

@@ -22,7 +22,7 @@ from flow_grpo.rewards.clients.client import SIGN_OF_LIFE_S, print_notice
 from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, join_scores, make_scorer
 from flow_grpo.settings.sections import Reward
 
-MAX_PENDING = 1024  # images of a rank that wait for a score; the rollout waits for room
+MAX_PENDING = 1024  # images, or frames, of a rank that wait for a score; the rollout waits for room
 LOOK_S = 0.2  # between two looks at rewards that are waited for
 
 
@@ -55,12 +55,12 @@ class Pool:
         for name in dict.fromkeys([*weights, *watched]):
             self.scorers[name] = make_scorer(name, device, settings)
 
-    def try_rewards(self, shape: tuple[int, int, int], prompt: Prompt) -> None:
+    def try_rewards(self, shape: tuple[int, ...], prompt: Prompt) -> None:
         """Score a grey image by every reward, before any weight of the model is loaded, and print each one's scores.
         Raises UserError: a reward fails that must not.
 
         Args:
-            shape: (3, H, W) of the model's images.
+            shape: (3, H, W) of the model's images, or (f, 3, H, W) of its videos.
         """
         image = torch.full((1, *shape), 0.5, device=self.device)
         for name, scorer in self.scorers.items():
@@ -75,15 +75,17 @@ class Pool:
                 tqdm.write(f"reward {name} of a grey image, after {seconds:.2g} s: {shown}")
 
     def submit(self, images: Tensor, prompts: list[Prompt], everything: bool = False) -> Pending:
-        """Begin to score B images [B, 3, H, W] in [0, 1]; waits only while MAX_PENDING images are under way."""
+        """Begin to score B images [B, 3, H, W] or videos [B, f, 3, H, W] in [0, 1]; waits only while MAX_PENDING images
+        or frames are under way."""
         assert len(images) == len(prompts), f"{len(images)} images of {len(prompts)} prompts"
         images = images.detach()
         requests: dict[str, list[_Request]] = {}
         for name in self.scorers if everything else self.weights:
             scorer = self.scorers[name]
             requests[name] = []
-            for start in range(0, len(prompts), scorer.settings.batch_size):
-                rows = slice(start, start + scorer.settings.batch_size)
+            rows_per_request = scorer.rows_per_request(images)
+            for start in range(0, len(prompts), rows_per_request):
+                rows = slice(start, start + rows_per_request)
                 future = self._send(scorer, images[rows], prompts[rows])
                 requests[name].append(_Request(future, prompts[rows]))
         # The answer stays on the device until somebody waits for the scores: nothing waits for the images here.
@@ -91,15 +93,16 @@ class Pool:
         return partial(self._collect, requests, are_finite, prompts)
 
     def _send(self, scorer: LocalScorer | RemoteScorer, images: Tensor, prompts: list[Prompt]) -> Future:
-        self._wait_for_room(len(prompts))
+        num_frames = images.shape[1:-3].numel()
+        self._wait_for_room(len(prompts), MAX_PENDING // num_frames)
         future = scorer.send(images, prompts)
         scorer.track(future, prompts)
         return future
 
-    def _wait_for_room(self, num_images: int) -> None:
-        """Wait until so many images more are no more than MAX_PENDING, or no others are under way."""
+    def _wait_for_room(self, num_images: int, most: int) -> None:
+        """Wait until so many images more are no more than `most`, or no others are under way."""
         pending = self._pending()
-        while pending and sum(map(len, pending.values())) + num_images > MAX_PENDING:
+        while pending and sum(map(len, pending.values())) + num_images > most:
             self._wait_for_one(pending)
             pending = self._pending()
 

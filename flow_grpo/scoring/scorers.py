@@ -21,7 +21,16 @@ from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server, ServerError, urls_of
 from flow_grpo.rewards.clients.threads import Threads
-from flow_grpo.rewards.scores import CLIPPED, SomeFailed, checked_scores, clip_to_range, scores_of, takes_sources
+from flow_grpo.rewards.scores import (
+    CLIPPED,
+    SomeFailed,
+    checked_scores,
+    clip_to_range,
+    scores_of,
+    takes_sources,
+    takes_videos,
+)
+from flow_grpo.scoring import videos
 from flow_grpo.scoring.settings import RewardSettings, split_settings
 from flow_grpo.settings.sections import Reward
 
@@ -51,6 +60,11 @@ class Scorer:
         self.said_clipped = False
         self.pending: dict[Future, list[Prompt]] = {}  # what was sent and has not come back
         self.answered_s = 0.0  # when something came back, or was sent while nothing was pending
+
+    def rows_per_request(self, images: Tensor) -> int:
+        """Return how many images or videos make a request of at most reward.batch_size images; at least one."""
+        num_scored = min(images.shape[1], self.settings.frames) if videos.is_video(images) else 1
+        return max(self.settings.batch_size // num_scored, 1)
 
     def track(self, future: Future, prompts: list[Prompt]) -> None:
         """Remember what was sent until it comes back."""
@@ -199,9 +213,7 @@ class LocalScorer(Scorer):
                 drawn.wait()
                 images.record_stream(torch.cuda.current_stream())
             try:
-                metadata = [prompt.metadata for prompt in prompts]
-                sources = sources_of(prompts) if takes_sources(self.score) else None
-                return scores_of(self.name, self.score, images, texts_of(prompts), metadata, sources)
+                return self._scores_of(images, prompts)
             except Exception as error:
                 if not self.settings.max_masked_share:
                     raise
@@ -210,6 +222,17 @@ class LocalScorer(Scorer):
         if len(prompts) == 1:
             return {"score": torch.full((1,), torch.nan)}
         return join_scores([self._score(images[i : i + 1], prompts[i : i + 1], drawn) for i in range(len(prompts))])
+
+    def _scores_of(self, images: Tensor, prompts: list[Prompt]) -> dict[str, Tensor]:
+        """Score images, or videos: as such where the reward takes them, else some frames of each."""
+        if takes_videos(self.score) != videos.is_video(images):
+            if not videos.is_video(images):
+                return self._scores_of(images[:, None], prompts)
+            frames = videos.frames_of(images, self.settings.frames)
+            return frames.score(partial(self._scores_of, frames.images, frames.repeat(prompts)))
+        metadata = [prompt.metadata for prompt in prompts]
+        sources = sources_of(prompts) if takes_sources(self.score) else None
+        return scores_of(self.name, self.score, images, texts_of(prompts), metadata, sources)
 
     def close(self) -> None:
         self.threads.stop()
@@ -223,6 +246,14 @@ class RemoteScorer(Scorer):
         self.server = Server(url, settings.token_file, settings.timeout_s)
 
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
+        """Send images, or some frames of videos."""
+        if not videos.is_video(images):
+            return self._send(images, prompts, lambda scores: scores())
+        frames = videos.frames_of(images, self.settings.frames)
+        return self._send(frames.images, frames.repeat(prompts), frames.score)
+
+    def _send(self, images: Tensor, prompts: list[Prompt], of_videos: Callable[..., dict[str, Tensor]]) -> Future:
+        """Send images; `of_videos` makes a request's scores of a function that returns those of its images."""
         content: dict[str, Any] = {"prompts": texts_of(prompts), "metadata": [prompt.metadata for prompt in prompts]}
         uploads = [_upload("images", number, image) for number, image in enumerate(images.cpu())]
         sources = sources_of(prompts)
@@ -236,7 +267,7 @@ class RemoteScorer(Scorer):
             uploads += [_upload("sources", number, source) for number, source in enumerate(unique)]
 
         def parse(body: bytes) -> dict[str, Tensor]:
-            return checked_scores(self.name, wire.parse_scores(body), texts_of(prompts))
+            return of_videos(lambda: checked_scores(self.name, wire.parse_scores(body), texts_of(prompts)))
 
         data = {"request": json.dumps(content)}
         # The server scores a request that is sent again once.

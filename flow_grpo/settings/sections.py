@@ -38,6 +38,10 @@ class Reward(Section):
     batch_size: int = setting(32, unit="images", min=1, max=10**5)
     """Images per request."""
 
+    frames: int = setting(4, unit="frames", min=1, max=16)
+    """Frames of a video, at equal distances, that a reward of images scores: their mean is the video's score. A reward
+    that takes videos gets all of them."""
+
     max_masked_share: float = setting(0.0, min=0, max=1)
     """0 = a failed reward ends the run. Above 0, its image is left out of its group; the run ends if that is more than
     this fraction of the images or scouts of an epoch, an evaluation or a file."""
@@ -274,7 +278,7 @@ class Train(Section):
     """Pull only images to the reference that the trained rewards rank higher than those of eval.rewards do, which are
     then computed of training images, too: this fraction of all, those that differ most; 0 = pull every image."""
 
-    data: str = setting("", used_by=(*ONLINE, REFL))
+    data: str = setting("", used_by=(*ONLINE, REFL), when=(("frames", 1),))
     """Folder of images with captions, in its metadata.jsonl, that flow matching trains on beside the rewards; "" =
     none."""
 
@@ -569,6 +573,9 @@ class Config(Section):
     width: int = setting(64, unit="pixels", min=16, max=8192)
     """Width of an image; a multiple of 16."""
 
+    frames: int = setting(1, unit="frames", min=1, max=1000, used_by=BATCHED)
+    """Frames of a video, as many as the model draws (Wan: one more than a multiple of 4); 1 = images."""
+
     text_tokens: int = setting(20, unit="tokens", min=1, max=2048)
     """Width to which every prompt embedding is padded, in rollout and update alike."""
 
@@ -591,8 +598,8 @@ class Config(Section):
     compile: bool = setting(False, resumable=True)
     """Compile transformer blocks and the decoder; the first start is slow."""
 
-    vae_batch_size: int = setting(32, unit="images", min=1, max=10**5, resumable=True)
-    """Images per VAE decode."""
+    vae_batch_size: int = setting(32, unit="frames", min=1, max=10**5, resumable=True)
+    """Images per VAE decode, or frames: at least one video."""
 
     reward: Reward = field(default_factory=Reward)
     lora: Lora = field(default_factory=Lora)

@@ -83,6 +83,7 @@ class QwenImage21(FlowModel):
 
     def check_size(self, size: Size) -> None:
         """Raise UserError for a side that is no multiple of 32: its pipeline would cut it."""
+        super().check_size(size)
         if size.height % 32 or size.width % 32:
             raise UserError(f"{self.NAME} draws sides that are multiples of 32 pixels, not {size}")
 

@@ -26,6 +26,7 @@ class StableDiffusion3(FlowModel):
 
     def check_size(self, size: Size) -> None:
         """Raise UserError for a side beyond the learned position embeddings."""
+        super().check_size(size)
         config = self.transformer_config
         largest = config["pos_embed_max_size"] * config["patch_size"] * self.pipeline.vae_scale_factor
         if max(size.height, size.width) > largest:
