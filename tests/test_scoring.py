@@ -16,6 +16,7 @@ import time
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import hostile
 import httpx
@@ -30,6 +31,7 @@ from small import ENV, as_prompts, random_images
 from starlette.exceptions import HTTPException
 
 from flow_grpo import rewards
+from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.reward_server import requests
 from flow_grpo.reward_server.requests import Limits, Memory
@@ -282,6 +284,34 @@ def test_a_server_scores_with_the_sources_that_a_thread_has():
         del rewards.REGISTERED["sourced"]
     torch.testing.assert_close(found, expected)
     assert seen == [[2, 1, 2]] * 2
+
+
+def test_a_server_scores_frames_of_videos_as_a_thread_does():
+    def score(images, prompts, metadata):
+        seen.append(images.shape[1:])
+        return {"score": images.mean((1, 2, 3)), "red": images[:, 0].mean((1, 2))}
+
+    seen = []
+    videos = torch.stack([random_images(2, 16, seed) for seed in range(5)], 1)
+    prompts = as_prompts(["a", "b"])
+    with listening(score) as url:
+        found = pool_of(url, frames=2).submit(videos, prompts)()
+    torch.testing.assert_close(found["avg"], videos[:, [0, 4]].mean((1, 2, 3, 4)))
+    rewards.register("framed", score)
+    try:
+        local = Pool(CPU, {"framed": 1.0}, (), settings(frames=2)).submit(videos, prompts)()
+    finally:
+        del rewards.REGISTERED["framed"]
+    assert seen == [(3, 16, 16)] * 2
+    for name in ("avg", "framed_red", "framed_frame_1", "framed_frame_2"):
+        torch.testing.assert_close(found[name.replace("framed", "served")], local[name])
+
+
+def test_a_reward_of_videos_is_served_to_nobody(monkeypatch):
+    monkeypatch.setitem(rewards.REGISTERED, "moving", SimpleNamespace(load=lambda device: lambda videos, prompts: 0))
+    args = serve_reward.parser().parse_args(["moving", "--without-token"])
+    with pytest.raises(UserError, match="'moving' takes videos"):
+        serve_reward.main(args)
 
 
 def test_a_judge_has_its_own_question_and_scale_and_says_a_number():

@@ -199,6 +199,10 @@ def test_a_run_of_videos_shows_strips_saves_them_and_is_evaluated_at_other_numbe
     assert len({row["avg"], *(other["avg"] for other in others)}) == 3
     assert all("jpeg_compressibility_frame_1" not in row for row in (row, *others)), "an image has none"
     assert len(list((tmp_path / "out").glob("*.webp"))) == 2
+    few = ("--seeds", 0, 1, "--num-prompts", 2, "--rewards", "shapes")
+    _, (row,) = evaluated(tmp_path, folder, "--weights", "last", *few)
+    assert row["distance"] > 0
+    assert "shapes_colors_bits" not in row, "labels are of images"
     forget(folder, 1, keeps_evaluation=False)
     assert not (folder / "images" / "eval_000001.webp").exists()
     assert (folder / "images" / "eval_000000.webp").exists()

@@ -142,7 +142,9 @@ def replaced(file: str, config: ConfigDict, words: Sequence[str] = ()) -> list[s
             lines.append(f"smoke replaces {key} {before[key]} by {now[key]}")
     if overrides.names_rewards(words):
         left_out = [name for name in before["reward_fn"] if name not in now["reward_fn"]]
-        lines += [f"smoke leaves out the reward {name}, which needs weights of the hub or a server" for name in left_out]
+        lines += [
+            f"smoke leaves out the reward {name}, which needs weights of the hub or a server" for name in left_out
+        ]
     return lines
 
 

@@ -97,7 +97,9 @@ def score(
         sampled, scores = _draw(sampler, split, batch_rows, fast)
         # Batches that only keep step with other ranks add nothing, but make the same calls.
         measured = [number for _, number in batch_rows] if counts and len(seeds) > 1 else []
-        labels = rewards.image_labels(sampler.pool.scorers, sampled.images, [split.prompts[i] for i in measured])
+        # Rewards tell images apart, not videos.
+        labelled = measured if sampler.size.frames == 1 else []
+        labels = rewards.image_labels(sampler.pool.scorers, sampled.images, [split.prompts[i] for i in labelled])
         distances.add(sampler.model.features(sampled.latents, sampler.size), measured)
         if counts:
             batches.append(_Batch(start, {}, _shown_of(sampled.images, start, shown), labels))

@@ -58,7 +58,7 @@ class SavedImages:
             self.folder.mkdir(parents=True, exist_ok=True)
             for row in wanted:
                 seed, number = rows[row]
-                frames = to_pictures(images[row].view(-1, *images.shape[-3:]))
+                frames = to_pictures(images[row].reshape(-1, *images.shape[-3:]))
                 options = OPTIONS[self.file_type] | motion(frames)
                 frames[0].save(self.folder / self.name(number, seed), **options)
         except OSError as error:
