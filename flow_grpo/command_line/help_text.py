@@ -136,7 +136,7 @@ def replaced(file: str, config: ConfigDict, words: Sequence[str] = ()) -> list[s
     smoke = config_files.load(file).to_dict()
     now = config.to_dict()
     lines = []
-    for key in ("model", "dataset", "reward_fn", "height", "width", "precision"):
+    for key in ("model", "dataset", "reward_fn", "height", "width", "frames", "precision"):
         overridden = now[key] != smoke[key]  # by the command line, which has the last word
         if smoke[key] != before[key] and not overridden:
             lines.append(f"smoke replaces {key} {before[key]} by {now[key]}")

@@ -60,8 +60,8 @@ MOST_POINTS = 200
 STEP_EPOCHS = 10
 # Kinds of figures of a reward, and their labels.
 KINDS = {"reward": "training", "eval": "evaluation", "test": "test"}
-# Names that are no reward's mean.
-SPREADS = f"({'|'.join(rewards.GROUP_FIGURES)}|std_error)$"
+# Names that are no reward's mean, or that of single frames of videos.
+SPREADS = f"({'|'.join(rewards.GROUP_FIGURES)}|std_error|frame_[0-9]+)$"
 # Texts in a line of metrics.jsonl: kind, time of writing (ISO 8601, UTC), and a sentence per alarm, a line each.
 TEXTS = ("kind", "written_at", "alarms")
 
