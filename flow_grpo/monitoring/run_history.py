@@ -154,7 +154,8 @@ def _mean_row(runs: Sequence[RunHistory]) -> list[str]:
             continue
         values = torch.tensor([score.value for score in column], dtype=torch.float64)
         mean = values.mean().item()
-        error = values.std().item() / math.sqrt(len(runs))
+        # Evaluations of the base under shared noises are equal, whatever the seed: they have no error to be shown.
+        error = values.std().item() / math.sqrt(len(runs)) if len(values.unique()) > 1 else None
         cells.append("" if math.isnan(mean) else with_error(mean, error))
     return [group_label(runs), "", "", _score_name(runs[0]), *cells, ""]
 
