@@ -97,9 +97,7 @@ def score(
         sampled, scores = _draw(sampler, split, batch_rows, fast)
         # Batches that only keep step with other ranks add nothing, but make the same calls.
         measured = [number for _, number in batch_rows] if counts and len(seeds) > 1 else []
-        # Rewards tell images apart, not videos.
-        labelled = measured if sampler.size.frames == 1 else []
-        labels = rewards.image_labels(sampler.pool.scorers, sampled.images, [split.prompts[i] for i in labelled])
+        labels = _labels(sampler, sampled.images, [split.prompts[i] for i in measured])
         distances.add(sampler.model.features(sampled.latents, sampler.size), measured)
         if counts:
             batches.append(_Batch(start, {}, _shown_of(sampled.images, start, shown), labels))
@@ -112,6 +110,12 @@ def score(
     if saved and distributed.is_main():
         saved.write_table(list(seeds), gathered.values)
     return gathered
+
+
+def _labels(sampler: Sampler, images: Tensor, prompts: list[Prompt]) -> dict[str, Tensor]:
+    """Label images as their rewards tell them apart; videos have no labels."""
+    labelled = prompts if sampler.size.frames == 1 else []
+    return rewards.image_labels(sampler.pool.scorers, images, labelled)
 
 
 def num_shown(size: Size) -> int:
