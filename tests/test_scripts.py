@@ -196,6 +196,16 @@ def test_pictures_of_an_evaluation_have_their_own_prompts_and_scores_below_them(
     assert measured.std() > 3e-3
 
 
+def test_a_runs_first_lines_say_what_its_epochs_are(shallow, tmp_path, capsys):
+    how = shallow | dict(num_epochs=1, eval_freq=0)
+    (epoch,) = lines_of(train("shapes_qwenimage_pr", tmp_path, **how), "epoch")
+    printed = capsys.readouterr().out
+    (said,) = [line for line in printed.splitlines() if line.startswith("an epoch: ")]
+    assert printed.index(said) < printed.index("epoch 1/1")
+    assert f"{epoch['images']:g} images, at 64x64 pixels" in said
+    assert " on one " in said
+
+
 def test_a_run_with_branches_logs_each_step_and_draws_the_branches_of_a_trunk(recorded):
     """The means over steps are the epoch's."""
     folder = recorded("branches").folder

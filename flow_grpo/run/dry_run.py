@@ -120,7 +120,8 @@ def describe(experiment: Experiment, num_extra: int) -> str:
     if config.dry_run_format == "json":
         return plan.to_json()
     lines = [
-        *_epochs(config, batch_plan),
+        f"an epoch on {gpus(config.dry_run)}: {epoch(config, batch_plan, 'each GPU')}",
+        _run_length(config, batch_plan),
         *evaluations(config, prompts.evaluated),
         *gpu(config, plan.gpu),
         _looks(plan),
@@ -137,24 +138,33 @@ def describe(experiment: Experiment, num_extra: int) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def _epochs(config: Config, plan: BatchPlan) -> list[str]:
-    """Lines about images and updates, of an epoch and of the run."""
+def epoch(config: Config, plan: BatchPlan, where: str) -> str:
+    """Return the images and updates of an epoch in words; `where` names what has batches of its own: "each GPU"."""
     branches = ""
     if plan.num_branches > 1:
         branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches"
-    updates = plan.updates_per_epoch * config.train.inner_epochs
+    updates = _updates(config, plan)
     drawn = f"images, at {training_size(config)} pixels (height x width)"
     if config.frames > 1:
         drawn = f"videos, at {training_size(config)} (height x width x frames)"
     # A row is a trained step of an image or trunk; the branches of a step share it.
     rows = plan.num_groups * plan.group_size * plan.num_trained_steps // plan.updates_per_epoch
-    return [
-        f"an epoch on {gpus(config.dry_run)}: {plan.num_groups} prompts x {plan.group_size}{branches} = "
-        f"{plan.num_images:,} {drawn}, in {plan.batches_per_epoch} "
-        f"batches of {plan.batch_size} on each GPU; {updates} updates of {rows:,} rows each",
-        f"{config.num_epochs} epochs: {config.num_epochs * plan.num_images:,} images, {config.num_epochs * updates:,} "
-        "updates",
-    ]
+    return (
+        f"{plan.num_groups} prompts x {plan.group_size}{branches} = {plan.num_images:,} {drawn}, in "
+        f"{plan.batches_per_epoch} batches of {plan.batch_size} on {where}; {updates} updates of {rows:,} rows each"
+    )
+
+
+def _run_length(config: Config, plan: BatchPlan) -> str:
+    """Return the images and updates of the whole run in words."""
+    num_images = config.num_epochs * plan.num_images
+    num_updates = config.num_epochs * _updates(config, plan)
+    return f"{config.num_epochs} epochs: {num_images:,} images, {num_updates:,} updates"
+
+
+def _updates(config: Config, plan: BatchPlan) -> int:
+    """Return the number of updates of an epoch."""
+    return plan.updates_per_epoch * config.train.inner_epochs
 
 
 def evaluations(config: Config, evaluated: list[Split]) -> list[str]:

@@ -70,16 +70,24 @@ def start(
     if place.checkpoint:
         resume.resume(run, place, place.checkpoint)
     run.board.truncate(run.epoch, evaluate.remaining_kinds(run))
-    _say_cautions(run)
+    _say_first_lines(run)
     with explained(run.folder):
         distributed.on_main(provenance.note_start, run.folder, settings, run.world_size, run.epoch)
     signals.listen(partial(loop.lacks_time, run), partial(loop.conclude_after_signal, run))
     return run
 
 
-def _say_cautions(run: Run) -> None:
-    """Say what to keep in mind of a run's tracker, of its prompts and of its loss."""
+def _say_plan(run: Run) -> None:
+    """Say how many images an epoch draws and what becomes of them."""
+    one, several = ("GPU", "GPUs") if run.device.type == "cuda" else ("process", "processes")
+    where = f"one {one}" if run.world_size == 1 else f"each of {run.world_size} {several}"
+    run.board.say(f"an epoch: {dry_run.epoch(run.config, run.plan, where)}")
+
+
+def _say_first_lines(run: Run) -> None:
+    """Say what an epoch is, and what to keep in mind of a run's tracker, of its prompts and of its loss."""
     config = run.config
+    _say_plan(run)
     run.board.say(trackers.notice(config.logger, run.folder))
     run.board.say(loading.caution(run.pipeline.scheduler))
     run.board.say(dry_run.overlap(run.prompts.train, run.prompts.evaluated))
