@@ -55,7 +55,7 @@ import torch
 
 from flow_grpo.reward_server.requests import Limits
 from flow_grpo.reward_server.server import announce, listen, make_app
-from flow_grpo.rewards.scores import check_device, takes_videos
+from flow_grpo.rewards.scores import check_device
 
 
 def main(args: argparse.Namespace) -> None:
@@ -67,8 +67,6 @@ def main(args: argparse.Namespace) -> None:
     check_device(device, "--device")
     rewards.check_options(args.name, args.options)
     score = rewards.load(args.name, torch.device(device), args.options)
-    if takes_videos(score):
-        raise UserError(f"reward {args.name!r} takes videos, but servers get frames; score it in the run's process")
     app = make_app(args.name, score, Limits(), read_token(args.token_file))
     with suppress(KeyboardInterrupt):
         asyncio.run(listen(app, args.host, args.port, partial(announce, args.name)))

@@ -16,7 +16,6 @@ import time
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import hostile
 import httpx
@@ -31,7 +30,6 @@ from small import ENV, as_prompts, random_images
 from starlette.exceptions import HTTPException
 
 from flow_grpo import rewards
-from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.reward_server import requests
 from flow_grpo.reward_server.requests import Limits, Memory
@@ -307,11 +305,28 @@ def test_a_server_scores_frames_of_videos_as_a_thread_does():
         torch.testing.assert_close(found[name.replace("framed", "served")], local[name])
 
 
-def test_a_reward_of_videos_is_served_to_nobody(monkeypatch):
-    monkeypatch.setitem(rewards.REGISTERED, "moving", SimpleNamespace(load=lambda device: lambda videos, prompts: 0))
-    args = serve_reward.parser().parse_args(["moving", "--without-token"])
-    with pytest.raises(UserError, match="'moving' takes videos"):
-        serve_reward.main(args)
+def test_a_server_that_takes_videos_says_so_and_gets_them_whole():
+    def score(videos, prompts, metadata):
+        seen.append(tuple(videos.shape[:2]))
+        return videos[:, -1].mean((1, 2, 3)) - videos[:, 0].mean((1, 2, 3))
+
+    seen = []
+    videos = torch.stack([random_images(2, 16, seed) for seed in range(5)], 1)
+    rises = videos[:, -1].mean((1, 2, 3)) - videos[:, 0].mean((1, 2, 3))
+    prompts = as_prompts(["a", "b"])
+    with listening(score) as url:
+        assert httpx.get(url + "/health").json()["takes"] == "videos"
+        pool = pool_of(url, batch_size=5)
+        torch.testing.assert_close(pool.submit(videos, prompts)()["avg"], rises)
+        assert pool.submit(videos[:, 0], prompts)()["avg"].tolist() == [0, 0]
+    # Each request has five frames at most.
+    assert seen == [(1, 5), (1, 5), (2, 1)]
+    with listening() as url:
+        assert httpx.get(url + "/health").json()["takes"] == "images"
+        file = ("images", ("0.npy", wire.pack_image(videos[0], "npy")))
+        answer = httpx.post(url + "/score", data={"request": json.dumps({"prompts": ["a"]})}, files=[file])
+        assert answer.status_code == 422
+        assert "must be (3, H, W)" in answer.text
 
 
 def test_a_judge_has_its_own_question_and_scale_and_says_a_number():
@@ -651,7 +666,7 @@ def test_health_is_answered_while_images_are_decoded(monkeypatch):
     with listening() as url:
         scored = Server(url).post("/score", json.loads, **parts(GOOD))
         assert decoding.wait(PATIENCE_S)
-        assert httpx.get(url + "/health").json() == {"status": "ok", "waiting": 1, "allowed": True}
+        assert httpx.get(url + "/health").json() == {"status": "ok", "waiting": 1, "allowed": True, "takes": "images"}
         health_was_answered.set()
         assert scored.result() == {"scores": {"score": [0.0]}}
 

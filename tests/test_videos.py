@@ -1,6 +1,7 @@
 """Videos beside the model: rewards of their frames, film strips, animations, settings, and runs from end to end."""
 
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from PIL import Image
 from refused import assert_refused
 from small import config_of, evaluated, few_prompts, lines_of, prepare, train
 
+import flow_grpo
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import FRAMES_PER_S, film_strips
@@ -16,7 +18,7 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.evaluation.saved_images import SavedImages
 from flow_grpo.monitoring import model_card
-from flow_grpo.monitoring.sheets import contact_sheet, fit, forget, panel_pictures, plot_samples, write_animation
+from flow_grpo.monitoring.sheets import contact_sheet, fit, forget, panel_pictures, write_animation
 from flow_grpo.scoring import pool as pool_module
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.videos import frames_of
@@ -174,24 +176,35 @@ def test_frames_and_what_does_not_go_with_them_are_refused_before_weights_are_lo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_of_videos_shows_strips_saves_them_and_is_evaluated_at_other_numbers_of_frames(tmp_path):
-    data = few_prompts(tmp_path / "prompts", splits=("train", "test", "validation"))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run of videos of five frames, two of which are scored."""
+    place = tmp_path_factory.mktemp("videos")
+    data = few_prompts(place / "prompts", splits=("train", "test", "validation"))
     how = VIDEO | dict(dataset=data, num_epochs=1, reward_fn={"jpeg_compressibility": 1.0}, reward__frames=2)
     how |= dict(eval__save_images=1, eval__image_format="webp", logger="none", sample__num_steps=2, eval__num_steps=2)
     how |= dict(sample__sde_window_size=1, sample__sde_window_range=(0, 1))
-    folder = train("shapes_qwenimage", tmp_path / "runs", **how)
+    return train("shapes_qwenimage", place / "runs", **how)
+
+
+def test_a_run_shows_strips_beside_animations_and_saves_videos_whole(folder, tmp_path):
     first, _ = lines_of(folder, "eval")
     assert {"eval/jpeg_compressibility_frame_1", "eval/jpeg_compressibility_frame_2"} <= first.keys()
     for epochs in (0, 1):
-        with Image.open(folder / "images" / f"eval_{epochs:06d}.webp") as moving:
+        sheet = folder / "images" / f"eval_{epochs:06d}.png"
+        with Image.open(sheet.with_suffix(".webp")) as moving:
             assert moving.n_frames == 5
-        (saved,) = (folder / "images" / f"eval_{epochs:06d}").glob("*.webp")
+        (saved,) = sheet.with_suffix("").glob("*.webp")
         with Image.open(saved) as moving:
             assert (moving.n_frames, moving.size) == (5, (64, 64))
-        panels = panel_pictures(folder / "images" / f"eval_{epochs:06d}.png")
-        assert [panel.picture.size for panel in panels] == [(256, 64)] * 4
-    plot_samples(folder)
-    assert "eval_000000.webp" not in (folder / "report.html").read_text(), "the page has strips"
+        assert [panel.picture.size for panel in panel_pictures(sheet)] == [(256, 64)] * 4
+    resumed = shutil.copytree(folder, tmp_path / "resumed")
+    forget(resumed, 1, keeps_evaluation=False)
+    assert not (resumed / "images" / "eval_000001.webp").exists()
+    assert (resumed / "images" / "eval_000000.webp").exists()
+
+
+def test_a_run_of_videos_is_evaluated_as_it_was_and_at_other_numbers_of_frames(folder, tmp_path):
     found, (row, *others) = evaluated(tmp_path, folder, "--weights", "last", "--sizes", "64x64x5", "64x64x9", "64x64")
     assert [row["size"] for row in found["rows"]] == ["64x64x5", "64x64x9", "64x64"]
     tests = [line for line in lines_of(folder, "test") if "test/avg" in line]
@@ -203,11 +216,22 @@ def test_a_run_of_videos_shows_strips_saves_them_and_is_evaluated_at_other_numbe
     _, (row,) = evaluated(tmp_path, folder, "--weights", "last", *few)
     assert row["distance"] > 0
     assert "shapes_colors_bits" not in row, "labels are of images"
-    forget(folder, 1, keeps_evaluation=False)
-    assert not (folder / "images" / "eval_000001.webp").exists()
-    assert (folder / "images" / "eval_000000.webp").exists()
     with pytest.raises(UserError, match="frames is 8"):
         evaluated(tmp_path, folder, "--weights", "last", "--sizes", "64x64x8")
+
+
+def test_a_notebook_draws_scores_and_shows_videos_and_the_card_says_what_they_are(folder):
+    run = flow_grpo.load_run(folder, "last", "cpu")
+    drawn = run.draw(PROMPTS[:2], seeds=[0, 1])
+    assert drawn.shape == (2, 2, 5, 3, 64, 64)
+    scores = run.score(drawn, PROMPTS[:2])["avg"]
+    assert scores.shape == (2, 2)
+    # A title and two strips.
+    assert run.sheet(drawn, scores).width == 14 + 3 * (256 + 14)
+    card = (folder / "best" / "README.md").read_text()
+    assert "pipeline_tag: text-to-video" in card
+    assert "5 frames of 64 x 64 pixels" in card
+    assert "ComfyUI" not in card
 
 
 def test_a_card_draws_frames_and_has_the_task_of_videos(tmp_path):

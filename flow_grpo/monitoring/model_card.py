@@ -48,6 +48,18 @@ def write_cards(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> l
     return notices
 
 
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        finalize=markdown,
+    )
+    environment.filters["code"] = code_span
+    file = Path(__file__).parents[1] / "assets" / "model_card.md"
+    return environment.from_string(file.read_text())
+
+
 def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
     """Write README.md, with the pictures that it shows beside it."""
     pictures = []
@@ -56,21 +68,13 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
             shutil.copy(run.folder / name, folder)
         if (folder / name).is_file():
             pictures.append(folder / name)
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-        finalize=markdown,
-    )
-    environment.filters["code"] = code_span
-    template = Path(__file__).parents[1] / "assets" / "model_card.md"
     config = run.config
     family = _family(config)
     task = task_of(family)
     is_hub_id = locations.is_hub_id(config.model)
     # The path of a user's own folder is nobody's business: the card has its name.
     is_public = is_hub_id or config.model.startswith("flow_grpo/assets/")
-    text = environment.from_string(template.read_text()).render(
+    text = _template().render(
         name=run.label,
         place=place,
         kind="A LoRA" if config.lora.rank else "Full weights of the transformer",
@@ -84,6 +88,7 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
         facts=facts(run, folder),
         strength=exports.strength(folder),
         edits=task == "image-to-image",
+        in_comfyui=family is None or family.IN_COMFYUI,
         call=Markup(call_of(family, config)) if family else "",
         settings=public_settings(run),
     )

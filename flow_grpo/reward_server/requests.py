@@ -58,9 +58,9 @@ class Memory:
 
 
 class Job(NamedTuple):
-    """Images to be scored, of one size, with their prompts."""
+    """Images or videos to be scored, of one size, with their prompts."""
 
-    images: list[Tensor]  # [3, H, W] each
+    images: list[Tensor]  # [3, H, W] each, or [f, 3, H, W]
     prompts: list[str]
     metadata: list[dict[str, Any]]
     sources: list[list[Tensor]]  # for each prompt the images that it edits
@@ -74,8 +74,8 @@ class Body(NamedTuple):
     sources: list[bytes]  # files
 
 
-async def read_job(request: Request, limits: Limits, memory: Memory, threads: Threads) -> Job:
-    """Return the job of a request; `threads` decode it, while the event loop answers others.
+async def read_job(request: Request, limits: Limits, memory: Memory, threads: Threads, videos: bool = False) -> Job:
+    """Return the job of a request, which may hold `videos`; `threads` decode it, while the event loop answers others.
 
     Raise HTTPException 400, 408, 411, 413, 422 or 429.
     """
@@ -84,7 +84,7 @@ async def read_job(request: Request, limits: Limits, memory: Memory, threads: Th
             body = await _read_body(request, limits, memory)
         num_image_bytes = sum(map(len, body.images + body.sources))
         memory.take(request, JSON_COST * len(body.text) + IMAGE_COST * num_image_bytes)
-        return await asyncio.wrap_future(threads.submit(_parse, body))
+        return await asyncio.wrap_future(threads.submit(_parse, body, videos))
     except TimeoutError as error:
         raise HTTPException(408, f"the body took over {limits.read_s:g} s") from error
     except ClientDisconnect as error:
@@ -118,7 +118,7 @@ async def _files(form: FormData, name: str) -> list[bytes]:
     return contents
 
 
-def _parse(body: Body) -> Job:
+def _parse(body: Body, videos: bool) -> Job:
     """Return the job of a request's parts. Raise ValueError and other errors of Python for parts that are none."""
     fields = json.loads(body.text)
     prompts = fields["prompts"]
@@ -131,7 +131,7 @@ def _parse(body: Body) -> Job:
             raise ValueError("prompts are strings, metadata objects")
     # UnicodeEncodeError for half a surrogate pair, which no tokenizer takes.
     "".join(prompts).encode()
-    images = list(map(unpack_image, body.images))
+    images = [unpack_image(data, videos) for data in body.images]
     if len({image.shape for image in images}) > 1:
         raise ValueError("the images of a request have one size")
     sources = list(map(unpack_image, body.sources))

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from flow_grpo.reward_server.requests import Job, Limits, Memory, read_job
 from flow_grpo.rewards.clients.client import RETRY_S
 from flow_grpo.rewards.clients.threads import Threads
-from flow_grpo.rewards.scores import scores_of
+from flow_grpo.rewards.scores import scores_of, takes_videos
 
 REMEMBERED = 4096  # answers
 DECODERS = 2  # threads that decode images
@@ -37,6 +37,7 @@ class Rewarder:
         self.score = score
         self.limits = limits
         self.token = token.encode()
+        self.takes_videos = takes_videos(score)
         self.memory = Memory(limits.max_memory_bytes)
         self.thread = Threads(1)
         self.decoders = Threads(DECODERS)
@@ -45,6 +46,8 @@ class Rewarder:
     def _scores(self, job: Job) -> dict[str, list[float]]:
         """Return the scores of a job, in the scoring thread."""
         images = torch.stack(job.images)
+        if self.takes_videos and images.ndim == 4:
+            images = images[:, None]
         scores = scores_of(self.name, self.score, images, job.prompts, job.metadata, job.sources)
         return {name: values.tolist() for name, values in scores.items()}
 
@@ -81,7 +84,7 @@ class Rewarder:
     async def _enter(self, request: Request) -> asyncio.Future:
         """Put a request in the line and return its future scores. It holds memory until it has them."""
         try:
-            job = await read_job(request, self.limits, self.memory, self.decoders)
+            job = await read_job(request, self.limits, self.memory, self.decoders, self.takes_videos)
         except BaseException:
             self.memory.release(request)
             raise
@@ -91,7 +94,9 @@ class Rewarder:
 
     async def get_health(self, request: Request) -> JSONResponse:
         """Answer GET /health, which needs no token."""
-        return JSONResponse({"status": "ok", "waiting": len(self.memory.taken), "allowed": self.is_allowed(request)})
+        takes = "videos" if self.takes_videos else "images"
+        answer = {"status": "ok", "waiting": len(self.memory.taken), "allowed": self.is_allowed(request)}
+        return JSONResponse(answer | {"takes": takes})
 
 
 def make_app(name: str, score: Callable, limits: Limits, token: str) -> Starlette:

@@ -63,8 +63,15 @@ class Scorer:
 
     def rows_per_request(self, images: Tensor) -> int:
         """Return how many images or videos make a request of at most reward.batch_size images; at least one."""
-        num_scored = min(images.shape[1], self.settings.frames) if videos.is_video(images) else 1
+        if not videos.is_video(images):
+            return self.settings.batch_size
+        num_frames = images.shape[1]
+        num_scored = num_frames if self.takes_videos() else min(num_frames, self.settings.frames)
         return max(self.settings.batch_size // num_scored, 1)
+
+    def takes_videos(self) -> bool:
+        """Tell whether the reward takes videos, instead of some of their frames as images."""
+        return False
 
     def track(self, future: Future, prompts: list[Prompt]) -> None:
         """Remember what was sent until it comes back."""
@@ -191,6 +198,9 @@ class LocalScorer(Scorer):
         self.threads = Threads(client.IN_FLIGHT if waits else 1, partial(torch.set_num_threads, 1))
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    def takes_videos(self) -> bool:
+        return takes_videos(self.score)
+
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
         drawn = None
         if images.is_cuda:
@@ -225,7 +235,7 @@ class LocalScorer(Scorer):
 
     def _scores_of(self, images: Tensor, prompts: list[Prompt]) -> dict[str, Tensor]:
         """Score images, or videos: as such where the reward takes them, else some frames of each."""
-        if takes_videos(self.score) != videos.is_video(images):
+        if self.takes_videos() != videos.is_video(images):
             if not videos.is_video(images):
                 return self._scores_of(images[:, None], prompts)
             frames = videos.frames_of(images, self.settings.frames)
@@ -244,10 +254,20 @@ class RemoteScorer(Scorer):
     def __init__(self, name: str, settings: RewardSettings, url: str | list[str]):
         super().__init__(name, settings, ", ".join(urls_of(url)), foreign=True)
         self.server = Server(url, settings.token_file, settings.timeout_s)
+        self.says_videos: bool | None = None  # what the server answers; None = not asked yet
+
+    def takes_videos(self) -> bool:
+        """Tell what the first server says at /health, which is asked once; one that does not answer takes images."""
+        if self.says_videos is None:
+            try:
+                self.says_videos = _says_videos(self.server.health(self.server.urls[0]))
+            except ServerError:
+                self.says_videos = False
+        return self.says_videos
 
     def send(self, images: Tensor, prompts: list[Prompt]) -> Future:
-        """Send images, or some frames of videos."""
-        if not videos.is_video(images):
+        """Send images, and videos to a server that takes them, else some frames of each."""
+        if not videos.is_video(images) or self.takes_videos():
             return self._send(images, prompts, lambda scores: scores())
         frames = videos.frames_of(images, self.settings.frames)
         return self._send(frames.images, frames.repeat(prompts), frames.score)
@@ -273,6 +293,15 @@ class RemoteScorer(Scorer):
         # The server scores a request that is sent again once.
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         return self.server.post("/score", parse, data=data, files=uploads, headers=headers)
+
+
+def _says_videos(answer: bytes) -> bool:
+    """Tell whether a server's answer to GET /health says that it takes videos."""
+    try:
+        fields = json.loads(answer)
+    except ValueError:
+        return False
+    return isinstance(fields, dict) and fields.get("takes") == "videos"
 
 
 def _unique(sources: list[list[Tensor]]) -> list[Tensor]:

@@ -31,6 +31,7 @@ class Wan(FlowModel):
     GUIDANCE_SCALE = 5.0
     FRAMES_PER_LATENT = 4
     CUDNN_ATTENTION = False  # not tried
+    IN_COMFYUI = False  # it has the original names, such as self_attn.q for attn1.to_q
     COMPILES_DECODER = False  # its calls share a list of what the frames before have left
     GIVES_SIGMAS = False
 

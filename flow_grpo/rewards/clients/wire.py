@@ -1,9 +1,10 @@
 """Wire format of images and scores between a run and a reward server. Nothing here can run code that was sent.
 
 A request is multipart: a part "request" with {"prompts": [...], "metadata": [...]}, and for each image a part "images",
-an .npy file of [3, H, W] float32 in [0, 1]. If prompts edit images, "request" also has {"sources": [[0], [0], [1]]}:
-the numbers of the parts "sources", .npy files too, that each prompt edits. The answer is JSON,
-{"scores": {"score": [...], name: [...]}}.
+an .npy file of [3, H, W] float32 in [0, 1], or for each video one of [f, 3, H, W] if the server's GET /health answers
+with {"takes": "videos"}: others are sent some frames of a video as images. If prompts edit images, "request" also has
+{"sources": [[0], [0], [1]]}: the numbers of the parts "sources", .npy files too, that each prompt edits. The answer is
+JSON, {"scores": {"score": [...], name: [...]}}.
 """
 
 import io
@@ -23,7 +24,8 @@ MAX_SIDE = 2**15  # pixels; a JPEG has at most 65,500
 
 
 def pack_image(image: Tensor, form: str) -> bytes:
-    """Return [3, H, W] in [0, 1] as a file; "npy" keeps every bit, "png" and "jpeg" round to 8 bits."""
+    """Return [3, H, W] in [0, 1] as a file, or [f, 3, H, W] as "npy"; that keeps every bit, "png" and "jpeg" round to 8
+    bits."""
     buffer = io.BytesIO()
     if form == "npy":
         np.save(buffer, image.float().cpu().numpy(), allow_pickle=False)
@@ -32,8 +34,8 @@ def pack_image(image: Tensor, form: str) -> bytes:
     return buffer.getvalue()
 
 
-def unpack_image(data: bytes) -> Tensor:
-    """Return an .npy file as [3, H, W] float32 in [0, 1].
+def unpack_image(data: bytes, videos: bool = False) -> Tensor:
+    """Return an .npy file as [3, H, W] float32 in [0, 1], or as [f, 3, H, W] where it may hold a video.
 
     No torch operation is used: those of a decoding thread would take the torch threads of the one that scores. Raise
     ValueError for another file, another array, or values outside [0, 1].
@@ -49,11 +51,12 @@ def unpack_image(data: bytes) -> Tensor:
         raise ValueError(f"an .npy file without a header: {type(error).__name__}") from error
     values = data[buffer.tell() :]
     is_float32 = dtype == np.float32 and not in_columns
-    is_image = len(shape) == 3 and shape[0] == 3
-    if not is_float32 or not is_image or len(values) != 4 * math.prod(shape):
-        raise ValueError(f"an array {shape} of {dtype} in {len(values)} bytes; it must be (3, H, W) of float32")
-    if max(shape[1:]) > MAX_SIDE:
-        raise ValueError(f"an image of {shape[1]} x {shape[2]} pixels; a side has at most {MAX_SIDE}")
+    is_image = len(shape) == 3 or (videos and len(shape) == 4)
+    if not is_float32 or not is_image or shape[-3] != 3 or len(values) != 4 * math.prod(shape):
+        allowed = "(3, H, W) or (f, 3, H, W)" if videos else "(3, H, W)"
+        raise ValueError(f"an array {shape} of {dtype} in {len(values)} bytes; it must be {allowed} of float32")
+    if max(shape[-2:]) > MAX_SIDE:
+        raise ValueError(f"an image of {shape[-2]} x {shape[-1]} pixels; a side has at most {MAX_SIDE}")
     # A bytearray can be written to, as torch asks for.
     image = np.frombuffer(bytearray(values), dtype=np.float32).reshape(shape)
     # NaN fails every comparison.
