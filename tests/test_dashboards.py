@@ -402,6 +402,20 @@ def test_a_sheet_shows_images_enlarged_or_shrunk_which_wandb_has_whole(tmp_path,
     assert Image.open(sent).size == (512, 512)
 
 
+def test_videos_are_strips_in_the_sheet_and_in_wandb_and_move_in_a_file(tmp_path, board):
+    videos = torch.stack([random_images(2, seed=seed) for seed in range(5)], 1)
+    board.log_images(videos, ["a", "b"], torch.tensor([0.25, 0.5]), epoch=4, step=8)
+    sent = tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.png")
+    assert [Image.open(path).size for path in sent] == [(256, 64)] * 2
+    sheet = sheets.evaluations(tmp_path)[4]
+    pictures, _, rewards = zip(*sheets.panel_pictures(sheet))
+    assert rewards == ("0.250", "0.500")
+    expected = [np.concatenate(frames, 1) for frames in to_uint8(videos[:, [0, 1, 3, 4]])]
+    assert np.array_equal([np.asarray(picture) for picture in pictures], expected)
+    with Image.open(sheet.with_suffix(".webp")) as moving:
+        assert (moving.n_frames, moving.size[0]) == (5, 14 + 2 * (128 + 14))
+
+
 def test_groups_are_rows_with_best_and_worst_marked_and_an_abandoned_future_has_none(tmp_path, board):
     pictures = [Image.new("RGB", (64, 64), (shade, 0, 0)) for shade in (10, 20, 30)]
     rows = [

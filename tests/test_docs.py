@@ -193,6 +193,7 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "A request that is refused (other 3xx and 4xx)": ("test_scoring.py", "def test_a_hostile_server_is_an_error"),
     "layers that a run does not train are refused": ("test_policies.py", "would_compute_otherwise_is_refused"),
     "a damaged file is refused": ("test_embeddings.py", "def test_what_was_not_written_for_a_prompt_is_refused"),
+    "other numbers are refused with the next that it draws": ("test_sampler.py", "set 5 or 9"),
     "With 0, the default, `frames` above 1 is refused": ("test_videos.py", "qwenimage draws images"),
     "or a timestep for each token, and pipelines that animate": ("test_models.py", "def test_wan_22_is_refused"),
     "another pipeline class is refused": ("test_sampler.py", "holds a LTXPipeline"),

@@ -322,7 +322,7 @@ def _check_types(path: Path, file: pq.ParquetFile, shapes: dict[str, tuple[int, 
         if kind not in (wanted, half.get(name, "nothing")):
             raise UserError(
                 f"{path}, column {name!r} holds {kind}, not {wanted}, which config.model, "
-                "config.height, config.width and config.text_tokens ask for"
+                "config.height, config.width, config.frames and config.text_tokens ask for"
             )
 
 
