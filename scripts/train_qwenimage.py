@@ -148,7 +148,7 @@ def main(
             for minibatches in updates(run, stored):
                 for rows in minibatches:
                     add_gradients(run, rows)
-                    add_data_gradients(run, rows.row_ids, rows.num_rows, rows.inner_epoch)  # with train.data
+                    add_data_gradients(run, rows.row_ids, rows.num_update_rows, rows.inner_epoch)  # with train.data
                 optimizer_step(run)
 
         # The epoch counts as completed from here on. config.health may have lowered the learning rate, or have gone

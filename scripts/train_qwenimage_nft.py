@@ -236,7 +236,7 @@ def main(
             for minibatches in updates(run, stored):
                 for rows in minibatches:
                     add_gradients(run, rows)
-                    add_data_gradients(run, rows.row_ids, rows.num_rows, rows.inner_epoch)  # with train.data
+                    add_data_gradients(run, rows.row_ids, rows.num_update_rows, rows.inner_epoch)  # with train.data
                 optimizer_step(run)
 
         # The policy that samples follows the trained one.

@@ -200,7 +200,7 @@ def test_the_gradient_of_the_data_term_is_that_of_the_velocities_errors_on_given
         embed=lambda prompts: prompts,
     )
     row_ids = torch.tensor([[5, 0], [9, 1], [17, 0], [6, 2]])
-    update.add_data_gradients(run, row_ids, num_rows=12, inner_epoch=1)
+    update.add_data_gradients(run, row_ids, num_update_rows=12, inner_epoch=1)
 
     losses = []
     seen = set()

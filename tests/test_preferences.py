@@ -213,7 +213,7 @@ def test_minibatches_never_split_a_pair_and_miss_none(size):
     for minibatch in itertools.chain(*updates):
         numbers += minibatch.numbers.tolist()
         assert torch.equal(minibatch.losers - minibatch.winners, torch.full_like(minibatch.winners, 15))
-        assert minibatch.num_rows == 5
+        assert minibatch.num_update_rows == 5
     assert numbers == list(range(15))
 
 

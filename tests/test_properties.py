@@ -253,7 +253,7 @@ def test_minibatches_hold_every_row_once_and_an_update_the_same_rows_on_any_numb
                     assert_holds_its_rows(part, outcomes)
                     assert len(part.row_ids) <= plan.batch_size
                     assert part.group_size == plan.images_together
-                    assert part.num_rows == sum(len(other.row_ids) for other in update)
+                    assert part.num_update_rows == sum(len(other.row_ids) for other in update)
                     ids = [tuple(row) for row in part.row_ids.tolist()]
                     sets[number].update(ids)
                     seen += ids if world_size == num_ranks else []

@@ -64,7 +64,7 @@ def test_minibatches_are_as_large_as_a_batch_but_for_an_updates_last(num_steps, 
     rows = []
     for update in updates:
         assert [len(part.timesteps) for part in update] == sizes
-        assert [part.num_rows for part in update] == [sum(sizes)] * len(sizes)
+        assert [part.num_update_rows for part in update] == [sum(sizes)] * len(sizes)
         rows += rows_of(update)
     assert sorted(rows) == list(itertools.product(range(BATCH), range(num_steps)))
 

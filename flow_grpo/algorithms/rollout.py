@@ -25,7 +25,7 @@ class Minibatch:
     """R rows of a rollout, in random order: `StepRows` or `ImageRows`."""
 
     row_ids: Tensor  # [R, 2] int64 on the CPU, (global image, trained step): names a row in an error
-    num_rows: int  # of the whole update, on this rank
+    num_update_rows: int  # rows of the whole update on this rank, over which the loss is a mean
     inner_epoch: int  # passes over this rollout before this one
     group_size: int  # rows of one step that are neighbours and compete; 1 = they lie anywhere
     condition: Condition  # R rows
@@ -97,13 +97,12 @@ class Rollout(ABC, Generic[Rows]):
         """Trained steps of each image, K."""
         return self.timesteps.shape[1]
 
-    def take(self, rows: Tensor, num_rows: int, inner_epoch: int = 0, group_size: int = 1) -> Rows:
+    def take(self, rows: Tensor, num_update_rows: int, inner_epoch: int = 0, group_size: int = 1) -> Rows:
         """Return a minibatch of rows.
 
         Args:
             rows: [R] int64 on the CPU, image * K + step.
-            num_rows: of the whole update.
-            group_size: as in Minibatch.
+            num_update_rows, group_size: as in Minibatch.
         """
         images = rows // self.num_steps
         steps = rows % self.num_steps
@@ -112,7 +111,7 @@ class Rollout(ABC, Generic[Rows]):
         return self._rows(
             at,
             row_ids=torch.stack([self.image_numbers[images], steps], 1),
-            num_rows=num_rows,
+            num_update_rows=num_update_rows,
             inner_epoch=inner_epoch,
             group_size=group_size,
             condition=self._condition(images, at),

@@ -40,7 +40,7 @@ class Pairs:
     loss_weight: Tensor  # [P] f32, averages to 1; 0 where the rewards do not tell the images apart
     condition: Condition  # P rows
     numbers: Tensor  # [P] int64 on the CPU: of the pair, or of its group's first image, within the epoch
-    num_rows: int = 0  # of the whole update, on this rank
+    num_update_rows: int = 0  # of the whole update, on this rank
     inner_epoch: int = 0  # passes over these pairs before this one
     num_outcomes: ClassVar[int] = 1  # of each row, as in Minibatch
 
@@ -49,15 +49,15 @@ class Pairs:
         """[P, 2] int64, as in Minibatch."""
         return torch.stack([self.numbers, torch.zeros_like(self.numbers)], 1)
 
-    def take(self, rows: slice, num_rows: int, inner_epoch: int = 0) -> "Pairs":
-        """Return some of the pairs, as part of an update of `num_rows`."""
+    def take(self, rows: slice, num_update_rows: int, inner_epoch: int = 0) -> "Pairs":
+        """Return some of the pairs, as part of an update of `num_update_rows`."""
         return Pairs(
             winners=self.winners[rows],
             losers=self.losers[rows],
             loss_weight=self.loss_weight[rows],
             condition=self.condition.take(rows),
             numbers=self.numbers[rows],
-            num_rows=num_rows,
+            num_update_rows=num_update_rows,
             inner_epoch=inner_epoch,
         )
 
@@ -80,15 +80,15 @@ def minibatches(pairs: Pairs, updates: int, size: int, inner_epochs: int) -> Ite
 
     An update takes whole batches, in their order, so it trains the same pairs on any number of GPUs.
     """
-    num_rows = len(pairs.loss_weight) // updates
+    num_update_rows = len(pairs.loss_weight) // updates
     for inner_epoch in range(inner_epochs):
         for update in range(updates):
-            first = update * num_rows
-            end = first + num_rows
+            first = update * num_update_rows
+            end = first + num_update_rows
             of_update = []
             for start in range(first, end, size):
                 rows = slice(start, min(start + size, end))
-                of_update.append(pairs.take(rows, num_rows, inner_epoch))
+                of_update.append(pairs.take(rows, num_update_rows, inner_epoch))
             yield of_update
 
 

@@ -167,7 +167,7 @@ def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs) -> None:
     """
     loss = loss * rows.loss_weight
     run.trained_rows.append(TrainedRows(loss.detach(), rows.row_ids))
-    (loss.sum() / (rows.num_rows * rows.num_outcomes)).backward()
+    (loss.sum() / (rows.num_update_rows * rows.num_outcomes)).backward()
     run.meter.add(loss=loss)
 
     # Pairs have no advantages.
@@ -175,7 +175,7 @@ def backward(run: Run, loss: Tensor, rows: Minibatch | Pairs) -> None:
         run.meter.add(advantage_abs_mean=rows.advantages.abs(), advantage_positive_share=rows.advantages > 0)
 
 
-def add_data_gradients(run: Run, row_ids: Tensor, num_rows: int, inner_epoch: int = 0) -> None:
+def add_data_gradients(run: Run, row_ids: Tensor, num_update_rows: int, inner_epoch: int = 0) -> None:
     """Add the gradient of train.data_weight mean[(v - (eps - x_0))^2] over images of train.data, if it is set (DDRL,
     arXiv:2512.04332).
 
@@ -184,7 +184,7 @@ def add_data_gradients(run: Run, row_ids: Tensor, num_rows: int, inner_epoch: in
 
     Args:
         row_ids: [R, 2] int64 on the CPU, as in Minibatch.
-        num_rows: of the whole update, on this rank.
+        num_update_rows: rows of the whole update, on this rank.
         inner_epoch: passes over the rollout before this one.
     """
     images = run.prompts.data
@@ -208,7 +208,7 @@ def add_data_gradients(run: Run, row_ids: Tensor, num_rows: int, inner_epoch: in
     condition = run.embed([image.prompt for image in chosen])
     velocity = run.velocity(noised(x_0, noise, timesteps), timesteps, condition, scale)
     error = velocity_error(velocity, x_0, noise)
-    (run.config.train.data_weight * error.sum() / num_rows).backward()
+    (run.config.train.data_weight * error.sum() / num_update_rows).backward()
     run.meter.add(data_error=error)
 
 
