@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=8 scripts/train_qwenimage.py --config config/grpo.py:pickscore_qwenimage
 
-Paper: arXiv:2505.05470; noise inside a window of steps, at random as in Flow-GRPO-Fast or moving as in MixGRPO
-(arXiv:2507.21802), and GRPO-Guard (arXiv:2510.22319) are configs of it: see docs/algorithms/. `rollout` and
+Paper: arXiv:2505.05470. Configs of it are Flow-GRPO-Fast (noise in a window at a random place), MixGRPO (in a window
+that moves, arXiv:2507.21802) and GRPO-Guard (another loss, arXiv:2510.22319): see docs/algorithms/. `rollout` and
 `add_gradients` are the algorithm, `main` its loop. Without arguments it trains the shipped tiny model. minimal_grpo.py
 is shorter.
 """
@@ -51,7 +51,7 @@ def rollout(run: Run, epoch: int) -> tuple[StoredSteps, list[rewards.Submitted]]
     are being scored."""
 
     def window_of(batch: PlannedBatch) -> range:
-        return window_at(run.config.sample, run.config.seed, epoch, batch.block, updates=run.step)
+        return window_at(run.config.sample, run.config.seed, epoch, batch.block, num_updates=run.step)
 
     # With sample.scouts_per_image, cheap images choose the noises that the epoch's images start from.
     noise_indices = rewards.scout(run, epoch, window_of)
@@ -65,13 +65,13 @@ def rollout(run: Run, epoch: int) -> tuple[StoredSteps, list[rewards.Submitted]]
     return concat(stored), submitted
 
 
-def window_at(sample: Sample, seed: int, epoch: int, block: int, updates: int) -> range:
-    """Choose the noisy steps of a block of batches, the fewest that hold whole groups, so that a group shares a window.
+def window_at(sample: Sample, seed: int, epoch: int, block: int, num_updates: int) -> range:
+    """Choose the noisy steps of a block: the fewest batches that hold whole groups, so that a group shares a window.
 
     Args:
-        updates: optimizer steps before the epoch.
+        num_updates: optimizer steps before the epoch.
     """
-    # Flow-GRPO: all steps but the last, which ends at sigma 0: in most models its noise is next to none.
+    # Flow-GRPO: all steps but the last, whose noise is next to none in most models, since it ends at sigma 0.
     size = sample.sde_window_size
     if size == 0:
         return range(sample.num_steps - 1)
@@ -79,7 +79,8 @@ def window_at(sample: Sample, seed: int, epoch: int, block: int, updates: int) -
     # MixGRPO: a window that moves by one step every sde_window_interval updates; the end of its range cuts it off.
     first, last = sample.sde_window_range
     if sample.sde_window_interval:
-        start = first + updates // sample.sde_window_interval % (last - first)
+        num_moves = num_updates // sample.sde_window_interval
+        start = first + num_moves % (last - first)
         return range(start, min(start + size, last))
 
     # Flow-GRPO-Fast: a window at a random place.

@@ -26,7 +26,7 @@ def test_the_best_and_the_worst_scouts_of_each_prompt_are_drawn_again_from_their
     run = startup.start(config_of("shapes_qwenimage", tmp_path, **how), checks.GRPO)
 
     def window_of(batch):
-        return window_at(run.config.sample, run.config.seed, 0, batch.block, updates=0)
+        return window_at(run.config.sample, run.config.seed, 0, batch.block, num_updates=0)
 
     picked = torch.tensor(rewards.scout(run, 0, window_of)).view(3, 4)
     scouts = list(sampling.sample_epoch(run, 0, window_of, scouts_per_image=run.config.sample.scouts_per_image))

@@ -231,7 +231,7 @@ def planned(run, epoch: int, rollout: StoredSteps) -> Tensor:
     config = run.config
     noisy = []
     for batch in sampling.batches(run, epoch):
-        window = train_qwenimage.window_at(config.sample, config.seed, epoch, batch.block, updates=run.step)
+        window = train_qwenimage.window_at(config.sample, config.seed, epoch, batch.block, num_updates=run.step)
         noisy += [timesteps[list(window)][: rollout.num_steps]] * len(batch.image_numbers)
     return torch.stack(noisy)
 

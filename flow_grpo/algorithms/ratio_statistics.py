@@ -46,17 +46,17 @@ def add_to_meter(
     gap = gap.double()
     if beyond is None:
         beyond = (ratio - 1).abs() > clip_range
-    of_rows = {
+    values = {
         "approx_kl": gap**2 / 2,
         "clip_fraction_high": (beyond & (ratio > 1)).double(),
         "clip_fraction_low": (beyond & (ratio < 1)).double(),
     }
     meter.add_spread(ratio=ratio)
-    meter.add(**of_rows)
+    meter.add(**values)
     if on_policy:
         meter.add(**{"parity/log_prob_abs_diff_mean": gap.abs(), "parity/ratio_minus_one_e4": (ratio - 1).abs() * 1e4})
         meter.add_max(**{"parity/log_prob_abs_diff_max": gap.abs()})
-    return of_rows | {"ratio": ratio}
+    return values | {"ratio": ratio}
 
 
 @torch.no_grad()

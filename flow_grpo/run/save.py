@@ -170,7 +170,8 @@ def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Eval
 
 
 def settings_of_figures(config: Config) -> dict[str, str]:
-    """Return the settings that an evaluation's figures depend on and that only a branch may change, as JSON by key."""
+    """Return the settings that an evaluation's figures depend on, as JSON by key. A resumed run keeps them; one that
+    branches off another run may change them."""
     # The address of a reward's server may change.
     reward_args = {}
     for key, value in table.flat(config.reward.args, "reward.args.").items():
@@ -212,7 +213,7 @@ def load_best_state(run: Run) -> str:
         return f"{checkpoint} holds no reference, and the first one was no fresh adapter"
     offload.reload_optimizer_state(run.optimizer)
 
-    # A branch's best state may be its parent's, which may have had another algorithm.
+    # In a run that branched off another one, the best state may be that run's, which may have had another algorithm.
     load_state(run, checkpoint, exact=False)
     return ""
 

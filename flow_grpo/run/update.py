@@ -78,18 +78,18 @@ def recompute_steps(run: Run, rows: StepRows, guidance_scale: float | None = Non
     """
     if guidance_scale is None:
         guidance_scale = run.update_guidance
-    row = torch.arange(run.plan.batch_size, device=run.device).clamp(max=len(rows.timesteps) - 1)
-    latents = rows.latents[row]
-    timesteps = rows.timesteps[row]
-    velocity = run.velocity(latents, timesteps, rows.condition.take(row), guidance_scale)
+    filled_up = torch.arange(run.plan.batch_size, device=run.device).clamp(max=len(rows.timesteps) - 1)
+    latents = rows.latents[filled_up]
+    timesteps = rows.timesteps[filled_up]
+    velocity = run.velocity(latents, timesteps, rows.condition.take(filled_up), guidance_scale)
 
     # The J outcomes of a row share its velocity.
-    outcomes = rows.num_outcomes
-    next_latents = rows.next_latents.unflatten(0, (-1, outcomes))[row].flatten(0, 1)
-    if outcomes > 1:
-        latents = latents.repeat_interleave(outcomes, 0)
-        timesteps = timesteps.repeat_interleave(outcomes, 0)
-        velocity = velocity.repeat_interleave(outcomes, 0)
+    num_outcomes = rows.num_outcomes
+    next_latents = rows.next_latents.unflatten(0, (-1, num_outcomes))[filled_up].flatten(0, 1)
+    if num_outcomes > 1:
+        latents = latents.repeat_interleave(num_outcomes, 0)
+        timesteps = timesteps.repeat_interleave(num_outcomes, 0)
+        velocity = velocity.repeat_interleave(num_outcomes, 0)
     step = sde_step_with_logprob(
         run.scheduler,
         velocity,
@@ -99,6 +99,7 @@ def recompute_steps(run: Run, rows: StepRows, guidance_scale: float | None = Non
         sde_type=run.params.sde_type,
         prev_sample=next_latents,
     )
+    # Without the copies that filled the batch up.
     num_scored = len(rows.log_probs)
     return SDEStep(*(values[:num_scored] for values in step))
 
@@ -122,13 +123,15 @@ def record_ratios(
     """
     gap = step.log_prob - rows.log_probs
     clip_range = run.config.train.clip_range
-    of_rows = ratio_statistics.add_to_meter(
+    values = ratio_statistics.add_to_meter(
         run.meter, log_ratio, gap, clip_range, on_policy=run.on_policy, beyond=beyond
     )
-    of_rows |= {"log_ratio": log_ratio, "transition_std": step.transition_std.flatten(), "weight": rows.step_weights}
+    values |= {"log_ratio": log_ratio, "transition_std": step.transition_std.flatten(), "weight": rows.step_weights}
     if kl_reference is not None:
-        of_rows["kl_reference"] = kl_reference
-    record_by_step(run, rows, **of_rows)
+        values["kl_reference"] = kl_reference
+    record_by_step(run, rows, **values)
+
+    # One entry for each outcome, as the log-ratios have.
     if run.on_policy:
         row_ids = rows.row_ids.repeat_interleave(rows.num_outcomes, 0)
         timesteps = rows.timesteps.repeat_interleave(rows.num_outcomes)
@@ -180,7 +183,7 @@ def add_data_gradients(run: Run, row_ids: Tensor, num_update_rows: int, inner_ep
     arXiv:2512.04332).
 
     There is an image, a noise and a level of the rollout for each row of a minibatch, drawn by the row's name, so that
-    any number of GPUs trains on the same. Its graph is there when that of the minibatch is gone.
+    any number of GPUs trains on the same. Call it after the minibatch's own `backward`, so that one graph is in memory.
 
     Args:
         row_ids: [R, 2] int64 on the CPU, as in Minibatch.
@@ -281,7 +284,8 @@ def learning_rate(run: Run) -> float:
     train = run.config.train
     per_epoch = train.inner_epochs * train.updates_per_epoch
 
-    # Epochs are counted, not all updates: a branch's parent may have had more updates in each epoch, or fewer.
+    # Epochs are counted, not all updates: where this run branched off another one, that may have had more or fewer
+    # updates in each epoch.
     update = run.epoch * per_epoch + run.step - run.first_step
     num_updates = run.config.num_epochs * per_epoch
     share = schedules.learning_rate_share(update, num_updates, train.learning_rate_schedule, train.warmup_updates)
