@@ -117,19 +117,19 @@ def test_prompts_that_are_trained_on_and_evaluated_are_named():
     train_prompts = as_prompts(["a", "b", "c"])
     others = as_prompts(["d"])
     splits = [Split("validation", others), Split("test", as_prompts(["c", "b", "e"]))]
-    assert "2 test prompts, such as 'c'" in dry_run.overlap(train_prompts, splits)
-    assert dry_run.overlap(train_prompts, splits[:1]) == ""
+    assert "2 test prompts, such as 'c'" in dry_run.overlap_notice(train_prompts, splits)
+    assert dry_run.overlap_notice(train_prompts, splits[:1]) == ""
 
 
 def test_images_of_other_proportions_than_what_they_edit_are_said():
     source = Image.new("RGB", (100, 80))
     prompt = Prompt("make it red", sources=(source,))
-    said = dry_run.stretch(prompt, Size(height=64, width=64))
+    said = dry_run.stretch_notice(prompt, Size(height=64, width=64))
     assert "'make it red' have 100 x 80 pixels, images 64 x 64" in said
-    assert dry_run.stretch(prompt, Size(height=64, width=80)) == ""
-    assert dry_run.stretch(prompt, Size(height=64, width=96)) != ""
-    assert dry_run.stretch(Prompt("a red circle"), Size(height=64, width=64)) == ""
-    assert dry_run.stretch(None, Size(height=64, width=64)) == ""
+    assert dry_run.stretch_notice(prompt, Size(height=64, width=80)) == ""
+    assert dry_run.stretch_notice(prompt, Size(height=64, width=96)) != ""
+    assert dry_run.stretch_notice(Prompt("a red circle"), Size(height=64, width=64)) == ""
+    assert dry_run.stretch_notice(None, Size(height=64, width=64)) == ""
 
 
 def test_test_prompts_are_counted_when_they_are_drawn():

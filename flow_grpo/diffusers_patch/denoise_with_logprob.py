@@ -32,14 +32,14 @@ class Batching:
 
     log_prob_rows: int  # of steps whose velocity enters a log-prob: the update's batch size
     ode_rows: int  # of the others
-    filled: bool = True  # every forward has as many rows as that; else as many as there are
+    filled: bool = True  # every forward is filled up to that many rows; else it has as many as there are
     num_forwards: int = 0
-    rows: int = 0  # that were some request's
+    rows: int = 0  # of all forwards together, without the copies that filled them up
     capacity: int = 0  # rows that all forwards together had room for
 
     @property
     def occupancy(self) -> float:
-        """Fraction of the rows that were some request's."""
+        """Fraction of the forwards' room that requests took."""
         return self.rows / max(self.capacity, 1)
 
     def size(self, request: Request) -> int:
@@ -69,8 +69,8 @@ def denoise(
             return
         batch = next_batch(in_flight, batching)
         context = exact if batch[0].needs_log_prob else fast
-        velocities = denoise_step(velocity, batch, batching, context)
-        started = step_scheduler(batch, velocities)
+        velocities = compute_velocities(velocity, batch, batching, context)
+        started = take_steps(batch, velocities)
 
         ended = [request for request in batch + started if request.finished]
         ended_set = set(ended)
@@ -118,8 +118,8 @@ def next_batch(in_flight: list[Request], batching: Batching) -> list[Request]:
     return best[: batching.size(best[0])]
 
 
-def denoise_step(velocity: Velocity, batch: list[Request], batching: Batching, context: ForwardContext) -> Tensor:
-    """Compute velocities [R, ...] of R requests by one forward, maybe filled up with copies of the last row."""
+def compute_velocities(velocity: Velocity, batch: list[Request], batching: Batching, context: ForwardContext) -> Tensor:
+    """Compute velocities [R, ...] of R requests by one forward, which may be filled up with copies of the last row."""
     first = batch[0]
     num_rows = len(batch)
     x, t = inputs_of(batch)
@@ -152,7 +152,7 @@ def inputs_of(requests: list[Request]) -> Inputs:
     return Inputs(x, t)
 
 
-def step_scheduler(batch: list[Request], velocities: Tensor) -> list[Request]:
+def take_steps(batch: list[Request], velocities: Tensor) -> list[Request]:
     """Move every request of a batch by one step, in place; returns new ones: branches and continuations."""
     rows_by_key: dict[StepKey, list[int]] = {}
     for row, request in enumerate(batch):
@@ -199,7 +199,7 @@ def solver_step(requests: list[Request], velocities: Tensor) -> None:
 
 
 def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
-    """Take a step of the SDE, for R requests of one `step_key`; `step_scheduler` then counts it.
+    """Take a step of the SDE, for R requests of one `step_key`; `take_steps` then counts it.
 
     Each request's trace gets the step with its J outcomes. An image (J = 1) moves to its outcome. A trunk makes a
     branch of each of its outcomes, and itself moves by the ODE. Returns the branches.
@@ -273,9 +273,11 @@ def joined(finished: list[Request]) -> tuple[Tensor, list[TracedStep]]:
 
 def _join_rows(traced_steps: tuple[TracedStep, ...]) -> TracedStep:
     """Join the rows of one step of several requests."""
-    parts_of_steps = zip(*(traced.step for traced in traced_steps), strict=True)
+    # Each field of the requests' SDESteps by itself.
+    steps = [traced.step for traced in traced_steps]
+    joined_fields = [torch.cat(values) for values in zip(*steps, strict=True)]
     return TracedStep(
         timestep=torch.cat([traced.timestep for traced in traced_steps]),
         latents=torch.cat([traced.latents for traced in traced_steps]),
-        step=SDEStep(*(torch.cat(parts) for parts in parts_of_steps)),
+        step=SDEStep(*joined_fields),
     )

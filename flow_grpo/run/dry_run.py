@@ -88,7 +88,7 @@ def plan_of(experiment: Experiment, num_extra: int) -> Plan:
         num_extra: number of policies that the script keeps beside the trained one.
     """
     config, family, plan, prompts = experiment
-    example = prompts.any if family.MOST_SOURCES else None
+    example = prompts.example if family.MOST_SOURCES else None
     work = estimate.work_of(config, plan, family, example)
     policy_bytes = 4 * work.size.trained
     num_prompts = len(prompts.train)
@@ -131,8 +131,8 @@ def describe(experiment: Experiment, num_extra: int) -> str:
         "best and the last weights included",
         _cache(experiment),
         _licence(config.model),
-        overlap(prompts.train, prompts.evaluated),
-        stretch(prompts.any, training_size(config)),
+        overlap_notice(prompts.train, prompts.evaluated),
+        stretch_notice(prompts.example, training_size(config)),
         checks.caution(config),
     ]
     return "\n".join(line for line in lines if line)
@@ -385,12 +385,11 @@ def _licence(model: str) -> str:
     return f"{published.hub_id}: {published.licence}; a download of {published.download_gb} GB"
 
 
-def stretch(prompt: Prompt | None, size: Size) -> str:
-    """Say that edited images have other proportions than their sources, which are alike for all prompts; "" if they
-    have not.
+def stretch_notice(prompt: Prompt | None, size: Size) -> str:
+    """Say that edited images have other proportions than their sources; "" if they have the same.
 
     Args:
-        prompt: any of the run's.
+        prompt: any of the run's, since the sources of all prompts have the same proportions.
     """
     if prompt is None or not prompt.sources:
         return ""
@@ -404,7 +403,7 @@ def stretch(prompt: Prompt | None, size: Size) -> str:
     )
 
 
-def overlap(train: list[Prompt], evaluated: list[Split]) -> str:
+def overlap_notice(train: list[Prompt], evaluated: list[Split]) -> str:
     """Say how many evaluated prompts a run also trains on; "" if none."""
     digests = {prompt.digest for prompt in train}
     parts = []

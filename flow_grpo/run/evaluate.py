@@ -46,8 +46,9 @@ def due_kinds(config: Config, epoch: int, last: bool = False) -> set[str]:
 
 
 def remaining_kinds(run: Run) -> set[str]:
-    """Return which kinds of lines of its epoch a resumed run keeps: those of the end of a run, made with the weights of
-    the checkpoint, unless they are made again or cannot be compared with later ones."""
+    """Return which kinds of lines of metrics.jsonl a resumed run keeps of the epoch that it goes on from. These are of
+    the end of a run, which has evaluated the weights of its last checkpoint. Left out are those that are made again or
+    cannot be compared with later ones."""
     config = run.config
     last = run.epoch >= config.num_epochs
     kinds = set()

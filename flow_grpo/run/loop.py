@@ -184,8 +184,8 @@ def _say_end(run: Run) -> None:
 
 
 def lacks_time(run: Run) -> bool:
-    """Return whether the epoch will probably not end within config.signal_grace_s of the signal, by the length of the
-    last one. False becomes True once that time is over."""
+    """Return whether the epoch will probably not end within config.signal_grace_s of the signal: by the length of the
+    last epoch and, where this one has taken longer, as soon as that time is over."""
     now = time.monotonic()
     ends_s = max(run.epoch_began_s + run.last_epoch_s, now)
     return ends_s > signals.received.at_s + run.config.signal_grace_s

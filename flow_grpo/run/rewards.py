@@ -88,7 +88,7 @@ def submit(
         for prompt in batch.prompts:
             prompts += [prompt] * images_per_row
         with run.board.timed("reward"):
-            # Rewards that are not trained on are the gate's second opinion.
+            # train.beta_gate compares the trained rewards with those of eval.rewards, so these are computed, too.
             everything = run.config.train.gates_the_pull
             scores = run.pool.submit(samples.images.flatten(0, groups.ndim - 1), prompts, everything)
     latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
@@ -162,7 +162,7 @@ def _show(run: Run, epoch: int, part: Submitted, scores: Tensor) -> None:
 
 
 def gather(run: Run, submitted: list[Submitted]) -> Rewards:
-    """Wait for rewards on all ranks."""
+    """Wait for submitted rewards, and join those of all ranks. Logs nothing."""
     with run.board.timed("reward"):
         scores = [part.scores() for part in submitted]
     order = _order(submitted)
@@ -208,13 +208,17 @@ def scout(run: Run, epoch: int, noisy_steps: sampling.NoisySteps) -> list[int] |
     for batch, samples in sampling.sample_epoch(run, epoch, noisy_steps, scouts_per_image=scouts_per_image):
         submitted.append(submit(run, samples, batch))
     rewards = gather(run, submitted)
+    # Raises if too many scores failed.
     run.pool.masked_shares(rewards.scores)
     scores = rewards.scores["avg"]
     run.epoch_metrics["reward/scouts"] = scores.nanmean().item()
 
-    # Each rank's scores are in the order of its own scouts: sort them by the numbers of all ranks' scouts.
+    # Scores are joined rank by rank, each rank's in the order of its scouts' numbers: put them in the order of all.
     numbers = distributed.gather(torch.tensor(sorted(_image_numbers(submitted))))
-    by_group = torch.empty_like(scores).index_copy(0, numbers, scores).view(plan.num_groups, -1)
+    by_number = torch.empty_like(scores).index_copy(0, numbers, scores)
+
+    # A group's scouts are neighbours, so that a place in the group tells a scout's number.
+    by_group = by_number.view(plan.num_groups, -1)
     first_of_group = torch.arange(plan.num_groups)[:, None] * by_group.shape[1]
     chosen = first_of_group + best_and_worst_indices(by_group, plan.group_size)
     return chosen.flatten().tolist()
@@ -253,18 +257,21 @@ def latent_signs(
         groups: [M] int64 on the CPU, images that compete.
         split: groups with images on several ranks, the same on each; `over_ranks` adds up sums [S, D + 1] over them.
     """
+    # G groups of this rank, and those split ones that have no image here: each rank adds its part of them.
     split_groups = torch.tensor(sorted(split), dtype=torch.int64)
-    numbers = torch.cat([groups, split_groups]).unique()
-    group_index = torch.searchsorted(numbers, groups)
-    flat = latents.flatten(1).double()
+    group_ids = torch.cat([groups, split_groups]).unique()
+    group_index = torch.searchsorted(group_ids, groups)
+
     # Sums over each group, [G, D + 1]; the last column counts its images.
-    counts = torch.bincount(group_index, minlength=len(numbers))
+    flat = latents.flatten(1).double()
+    counts = torch.bincount(group_index, minlength=len(group_ids))
     order = group_index.argsort(stable=True).to(flat.device)
     rows = torch.cat([flat, torch.ones_like(flat[:, :1])], 1)[order]
     sums = torch.stack([group_rows.sum(0) for group_rows in rows.split(counts.tolist())])
     if over_ranks is not None and len(split_groups):
-        is_split = torch.isin(numbers, split_groups).to(sums.device)
+        is_split = torch.isin(group_ids, split_groups).to(sums.device)
         sums[is_split] = over_ranks(sums[is_split])
+
     mean = sums[:, :-1] / sums[:, -1:]
     rms = flat.square().mean(1).sqrt()
     distance = (flat - mean[group_index.to(flat.device)]).square().mean(1).sqrt()
@@ -272,7 +279,7 @@ def latent_signs(
 
 
 def _log(run: Run, epoch: int, rewards: Rewards) -> None:
-    """Means and spreads of each score, and whether there is anything to learn from them."""
+    """Log means and spreads of each score, and say if there is nothing to learn from them."""
     for name, share in run.pool.masked_shares(rewards.scores).items():
         run.epoch_metrics[f"reward/{name}_masked_share"] = share
     for name, values in rewards.scores.items():

@@ -49,8 +49,8 @@ class Prompts(NamedTuple):
     data: list[CaptionedImage]  # of train.data; [] without it
 
     @property
-    def any(self) -> Prompt | None:
-        """A prompt that images are made of; None if no image is ever made."""
+    def example(self) -> Prompt | None:
+        """One of the prompts that images are made of; None if no image is ever made."""
         if self.drawn:
             return self.train[0]
         for split in self.evaluated:

@@ -37,6 +37,7 @@ class EqualForwards:
         self.last_inputs: tuple[Tensor, Tensor, Condition, float, Size] | None = None
 
     def __call__(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        # Ranks that have finished learn in `wait` that this one has not.
         distributed.any_rank(True)
         self.last_inputs = (x, t, condition, guidance_scale, size)
         return self.run.velocity(*self.last_inputs)
@@ -119,12 +120,12 @@ def _sample_requests(
     decoded = post_decode(run.model, finished, vae_batch_size=min(config.vae_batch_size, num_images * run.size.frames))
     while True:
         with run.board.timed("rollout"):
-            images = next(decoded, None)
-            if images is None and equal_forwards:
+            part = next(decoded, None)
+            if part is None and equal_forwards:
                 equal_forwards.wait()
-        if images is None:
+        if part is None:
             break
-        decoded_requests, samples = images
+        decoded_requests, samples = part
         yield prompts.pick(request.name for request in decoded_requests), samples
 
         # The caller has run in between. After an update the rest would be sampled by another policy.

@@ -90,8 +90,8 @@ def _say_first_lines(run: Run) -> None:
     _say_plan(run)
     run.board.say(trackers.notice(config.logger, run.folder))
     run.board.say(loading.caution(run.pipeline.scheduler))
-    run.board.say(dry_run.overlap(run.prompts.train, run.prompts.evaluated))
-    run.board.say(dry_run.stretch(run.prompts.any, run.size))
+    run.board.say(dry_run.overlap_notice(run.prompts.train, run.prompts.evaluated))
+    run.board.say(dry_run.stretch_notice(run.prompts.example, run.size))
     run.board.say(checks.caution(config))
     if config.evaluates and run.prompts.choosing.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")
@@ -114,7 +114,7 @@ def _planned(
     plan = script.plan(config, world_size)
     assert plan is not None, "a script that trains has a plan"
     # Text encoders and VAE are loaded only if images are made.
-    model_files.check_weights(config.model, family, frozen_parts=texts.any is not None)
+    model_files.check_weights(config.model, family, frozen_parts=texts.example is not None)
     return Experiment(config, family, plan, texts)
 
 
@@ -202,7 +202,7 @@ def _load(
 def _load_rewards(experiment: Experiment, device: torch.device) -> Pool | None:
     """Load and try the rewards; None if no image is ever made."""
     config = experiment.config
-    prompt = experiment.prompts.any
+    prompt = experiment.prompts.example
     if prompt is None:
         return None
     pool = Pool(device, config.reward_fn, config.eval.rewards, config.reward)
@@ -228,7 +228,7 @@ def _load_frozen(experiment: Experiment, device: torch.device) -> tuple[FlowMode
     only if config.cache_dir lacks prompts, and dropped when it has them.
     """
     config = experiment.config
-    makes_images = experiment.prompts.any is not None
+    makes_images = experiment.prompts.example is not None
     cache = None
     missing = []
     if config.cache_dir and makes_images:
