@@ -158,32 +158,32 @@ def checked_source(editable: ConfigDict, options: Options) -> tuple[Config, Flow
     family = model_classes.resolve(config.model, config.model_class)
     config = model_classes.with_digest(config, family)
     load_weights.check_model(config.model, config.lora, family)
-    light = family.without_weights(config.model)
-    light.check_size(training_size(config))
+    empty_model = family.without_weights(config.model)
+    empty_model.check_size(training_size(config))
     if options.source:
         if config.frames > 1:
             raise UserError(f"--source has pairs of pictures, but config.frames is {config.frames}; set 1")
         rows = image_pairs.open_rows(options.source)
         # All lines are in memory; of parquet files only the first row is read.
         looked_at = rows if isinstance(rows, list) else rows[0:1]
-        light.check_sources([prompt_of(row) for row in looked_at])
-        return config, light, rows
-    return config, light, checked_prompts(config, light)
+        empty_model.check_sources([prompt_of(row) for row in looked_at])
+        return config, empty_model, rows
+    return config, empty_model, checked_prompts(config, empty_model)
 
 
-def checked_prompts(config: Config, light: FlowModel) -> list[Prompt]:
+def checked_prompts(config: Config, empty_model: FlowModel) -> list[Prompt]:
     """Return the prompts that images are drawn for. Raises UserError where these cannot be drawn or scored."""
     if "merged" in config.sample.rollout_weights and not (config.lora.path or config.base_precision):
         raise UserError(
             f"config.sample.rollout_weights is {config.sample.rollout_weights!r}, but without config.lora.path there "
             "is no adapter to merge"
         )
-    light.check_steps(config.sample.num_steps, "config.sample.num_steps")
+    empty_model.check_steps(config.sample.num_steps, "config.sample.num_steps")
     check_rewards(config.reward_fn, (), config.reward)
     loaded = prompts.load_prompts(config.dataset, "train")
     rewards.check_prompts(config.reward_fn, loaded)
-    light.check_sources(loaded)
-    light.check_prompts(loaded, config.text_tokens)
+    empty_model.check_sources(loaded)
+    empty_model.check_prompts(loaded, config.text_tokens)
     return loaded
 
 
@@ -524,7 +524,7 @@ def finish(folder: Path, origin: dict[str, Any], max_dropped_share: float) -> No
 
 
 def make_parts(
-    config: Config, options: Options, folder: Path, light: FlowModel, rows: Rows, ranks: distributed.Ranks
+    config: Config, options: Options, folder: Path, empty_model: FlowModel, rows: Rows, ranks: distributed.Ranks
 ) -> None:
     """Make and write this rank's parts, but for those that are made already."""
     num_used = min(len(rows), options.max_rows or len(rows))
@@ -537,13 +537,13 @@ def make_parts(
             parts[number] = range(start, min(start + options.part_size, num_used))
 
     if options.source:
-        maker = FromImages(config, type(light), ranks.device)
+        maker = FromImages(config, type(empty_model), ranks.device)
         batch_size = config.vae_batch_size
     else:
-        maker = FromRollouts(config, type(light), ranks.device)
+        maker = FromRollouts(config, type(empty_model), ranks.device)
         batch_size = config.sample.batch_size // config.sample.num_images_per_prompt
     (first,) = rows[0:1]
-    shapes = light.row_shapes(training_size(config), config.text_tokens, prompt_of(first))
+    shapes = empty_model.row_shapes(training_size(config), config.text_tokens, prompt_of(first))
     held_out = held_out_below(options, rows, num_used)
     total = sum(map(len, parts.values()))
     bar = progress.counter("rows of the source", total, say if distributed.is_main() else None)
@@ -556,20 +556,22 @@ def make_parts(
 
 
 def main(config: ConfigDict, options: Options = DEFAULTS) -> None:
-    settings, light, rows = checked_source(config, options)
+    """Make the folder of pairs, on all ranks; goes on with one that was begun, and leaves one that is complete."""
+    settings, empty_model, rows = checked_source(config, options)
     ranks = distributed.init_distributed()
     folder = Path(settings.preferences.path).absolute()
     quantisation.check_device(settings, ranks.device)
-    model_files.check_weights(settings.model, type(light))
+    model_files.check_weights(settings.model, type(empty_model))
     origin = origin_of(settings, options, rows) if distributed.is_main() else {}
     if isinstance(rows, list) and not options.source:
-        # Rewards of one's own may change the working directory.
+        # The prompts of the data set. Rewards of one's own may change the working directory.
         rows = prompts.with_absolute_sources(rows)
+    # The main rank's answer counts; it is False for a folder that is complete.
     is_claimed = claim(folder, origin) if distributed.is_main() else None
     if not distributed.broadcast_object(is_claimed):
         print(f"{folder} is complete")
         return
-    make_parts(settings, options, folder, light, rows, ranks)
+    make_parts(settings, options, folder, empty_model, rows, ranks)
     distributed.barrier()
     distributed.on_main(finish, folder, origin, options.max_dropped_share)
     distributed.close()

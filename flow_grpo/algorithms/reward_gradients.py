@@ -121,6 +121,7 @@ def backpropagate(path: list[PathStep], states: Tensor, gradient: Tensor, recomp
         loss = (velocity * (step.weight * gradient)).sum() + further_loss
         loss.backward()
         if passes_on:
-            # The state is a part of what follows as it is, too, with a weight of 1.
+            # An earlier step moves the image in two ways: by the state, to which later steps only add (weight 1), and
+            # by the velocity that this step computes from it.
             assert state.grad is not None
             gradient = gradient + step.passes * state.grad

@@ -60,15 +60,17 @@ def write_tensors(state: dict[str, Tensor], folder: Path) -> None:
 
 def _rows_to_write(state: dict[str, Tensor]) -> dict[str, fsdp_utils.Rows]:
     """Return the rows that this rank writes. Ranks that hold the same rows each write about as much of them."""
-    # Every rank comes to the same assignment, since it depends on names, sizes and layout alone.
+    # Elements that each copy's holder writes so far, among tensors of as many copies. Every rank comes to the same
+    # assignment, since it depends on names, sizes and layout alone.
     loads: dict[int, Counter[int]] = defaultdict(Counter)
     mine = {}
     for name, tensor in state.items():
         rows = fsdp_utils.rows_of(tensor)
         load = loads[rows.num_copies]
-        writer = min(range(rows.num_copies), key=load.__getitem__)
-        load[writer] += tensor.numel()
-        if rows.copy == writer and rows.tensor.numel():
+        least_loaded = min(range(rows.num_copies), key=load.__getitem__)
+        load[least_loaded] += tensor.numel()
+        is_empty = rows.tensor.numel() == 0
+        if rows.copy == least_loaded and not is_empty:
             mine[name] = rows
     return mine
 

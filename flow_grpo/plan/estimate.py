@@ -185,6 +185,7 @@ def evaluation_s(config: Config, work: Work, num_prompts: int, family: type[Flow
 
 def _row_s(config: Config, work: Work, rates: Rates) -> float:
     """Seconds of a row of a fast forward in bf16."""
+    # The share width / (width + half_width) of the best rate is reached: half of it at half_width.
     width = work.size.width
     seconds = work.cost.flops / (rates.tflops * 1e12) * (width + rates.half_width) / width
     if config.attention == "flash_4":
