@@ -292,7 +292,7 @@ def check_common(args: argparse.Namespace, comparison: Comparison, config: Confi
             "there is no prompt to evaluate: --num-prompts, or the run's eval.num_prompts, must be 1 or more"
         )
     if args.best_of and not 1 <= min(args.best_of) <= max(args.best_of) <= num_seeds:
-        raise UserError(f"--best-of {args.best_of}: of {num_seeds} seeds at most {num_seeds} can be taken; --seeds")
+        raise UserError(f"--best-of {args.best_of}: each must be from 1 to {num_seeds}, the number of --seeds")
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     rewards.check_prompts(config.reward_fn, comparison.split.prompts, config.eval.rewards)
     for scale in args.guidance_scales or ():

@@ -165,7 +165,7 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     '"sde" and "dance", and any other is refused': ("test_refusals.py", "'sde' or 'dance'"),
     "refuses what it cannot be trained with": ("test_refusals.py", "sde_type 'cps'"),
     "it refuses settings whose entries do not list it": ("test_config.py", "def test_a_script_refuses_exactly"),
-    "Another schedule and a single update": ("test_refusals.py", '"old_decay_schedule 0", "which is 0.5"'),
+    "Another schedule and a single update": ("test_refusals.py", '"old_decay_schedule 0", "but it is 0.5"'),
     "and so is `train.nft_beta`": ("test_refusals.py", "nft_beta is 0.3"),
     "other values are refused": ("test_refusals.py", '"dgpo", "shared_noise True"'),
     "another schedule is refused for it, and so is a `train.beta` of 0": ("test_refusals.py", "beta above 0"),

@@ -73,8 +73,8 @@ def plan_batches(config: Config, world_size: int) -> BatchPlan:
     steps = num_trained_steps(sample, train)
     if steps < 1:
         raise UserError(
-            f"timestep_fraction {train.timestep_fraction} leaves no denoising step to train of num_steps "
-            f"{sample.num_steps}"
+            f"timestep_fraction {train.timestep_fraction} of num_steps {sample.num_steps} leaves no denoising step to "
+            "train, since the last one never is; raise one of the two"
         )
     fewest_steps = 1 if _window_is_cut_off(sample) else steps
     images_together = 1

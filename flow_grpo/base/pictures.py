@@ -87,7 +87,7 @@ def _has_its_end(path: Path, kind: str | None) -> bool:
 def _as_rgb(picture: Image.Image) -> Image.Image:
     """Return a picture in RGB. Raise Unreadable if nothing says which value is white."""
     if picture.mode == FLOATS:
-        raise Unreadable("holds floats, whose white nobody knows; save it with 8 or 16 bits a channel")
+        raise Unreadable("holds floats, and nothing says which of them is white; save it with 8 or 16 bits a channel")
     # Pillow would turn each value above 255 to white.
     if picture.mode in SIXTEEN_BITS:
         return _to_8_bits(picture).convert("RGB")

@@ -145,7 +145,7 @@ def _check_needs(config: Config | ConfigDict, setting: Setting, needs: tuple[tup
             need = " or ".join(map(repr, values)) or "set"
             value = table.value_of(config, setting.key)
             raise UserError(
-                f"config.{setting.key} is {quoted(value)}, but it takes config.{key} {need}, which is {other!r}"
+                f"config.{setting.key} is {quoted(value)}, which needs config.{key} {need}, but that is {other!r}"
             )
 
 
@@ -166,7 +166,7 @@ def _check_meaning(config: Config) -> None:
     if config.health.action == "roll_back" and not config.evaluates:
         raise UserError(
             f"config.health.action is 'roll_back', but with config.eval_freq {config.eval_freq} and "
-            f"config.eval.num_prompts {config.eval.num_prompts} no evaluation says to what; set both"
+            f"config.eval.num_prompts {config.eval.num_prompts} there is no evaluation to go back to; set both above 0"
         )
     if config.train.beta_gate and not config.watched_rewards:
         raise UserError(
@@ -202,7 +202,7 @@ def _check_schedule(name: str, decay: float) -> None:
 
 
 def check_rollout_weights(config: Config) -> None:
-    """Raises UserError where config.base_precision has not what the rollout's weights are made of."""
+    """Raises UserError where sample.rollout_weights cannot be made of weights of config.base_precision."""
     weights = config.sample.rollout_weights
     if config.base_precision not in BASES[weights]:
         raise UserError(
@@ -244,8 +244,8 @@ def check_window(sample: Sample) -> None:
     unused = table.BY_KEY["sample.sde_window_range"].default, (0, sample.num_steps - 1)
     if not sample.sde_window_size and (first, last) not in unused:
         raise UserError(
-            f"config.sample.sde_window_range is ({first}, {last}), but with config.sample.sde_window_size 0 all steps "
-            f"but the last are noisy, which is (0, {sample.num_steps - 1}); set the size, or leave the range away"
+            f"config.sample.sde_window_range is ({first}, {last}), but with config.sample.sde_window_size 0 the noisy "
+            f"steps are all but the last, (0, {sample.num_steps - 1}); set sde_window_size, or drop the range"
         )
     inside = 0 <= first < last <= sample.num_steps - 1
     if sample.sde_window_size and not (inside and sample.sde_window_size <= last - first):
@@ -268,7 +268,9 @@ def check_branches(sample: Sample) -> None:
 def check_groups(sample: Sample) -> None:
     """Raises UserError unless an image can be compared with another; train_*_dpo.py and prepare_preferences.py."""
     if sample.num_images_per_prompt < 2:
-        raise UserError("config.sample.num_images_per_prompt is 1: an image is compared with others of its prompt")
+        raise UserError(
+            "config.sample.num_images_per_prompt is 1, but images of one prompt are compared; set at least 2"
+        )
     if sample.baseline == "prompt":
         raise UserError(
             "config.sample.baseline is 'prompt', which compares branches of several trunks; this script has no "

@@ -23,7 +23,7 @@ def check() -> None:
     if "RANK" in os.environ:
         missing = [name for name in ("WORLD_SIZE", *MEETING_PLACE) if name not in os.environ]
         if missing:
-            raise UserError(f"RANK is set in the environment, but {', '.join(missing)} not; {WAY_OUT}")
+            raise UserError(f"RANK is set in the environment without {' and '.join(missing)}; {WAY_OUT}")
         if int(os.environ["RANK"]) >= world_size():
             raise UserError(f"RANK is {os.environ['RANK']}, but WORLD_SIZE is {world_size()}; {WAY_OUT}")
     elif world_size() != 1:

@@ -126,7 +126,7 @@ def _prompt_of(row: Row, folder: Path) -> Prompt:
         raise UserError(f"{row.place}: empty prompt")
     # To count the tokens of such a text takes minutes.
     if len(text) > LONGEST:
-        raise UserError(f"{row.place}: a prompt of {len(text):,} characters; at most {LONGEST:,} are read")
+        raise UserError(f"{row.place}: the prompt has {len(text):,} characters; it may have {LONGEST:,} at most")
     tag = row.metadata.get("tag", "")
     if not isinstance(tag, str | int | float | None) or not str(tag).isprintable():
         raise UserError(f'{row.place}: "tag", the category, is {quoted(tag)}; it must be a text of one line')

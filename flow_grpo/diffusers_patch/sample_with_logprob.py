@@ -156,7 +156,7 @@ def _checked_job(
 def _check_branches(num_branches: int, steps: range) -> None:
     """Raise UserError unless there are branches, and steps that they leave."""
     if num_branches < 2 or not steps:
-        raise UserError(f"num_branches is {num_branches}, steps is {steps}; it takes 2 branches, and a step to leave")
+        raise UserError(f"num_branches is {num_branches}, steps is {steps}; give at least 2 branches and 1 step")
 
 
 def _check_steps(steps: range, params: SamplingParams, name: str) -> None:

@@ -95,7 +95,7 @@ def _go_on(config: Config, folder: Path, path: Path, parent: Path | None, prompt
         _write_parent(folder, parent, path)
     checkpoint, lines = checkpoints.choose(path)
     if checkpoint is None:
-        raise UserError(f"config.resume_from: {path} is there no more: another run has removed it")
+        raise UserError(f"config.resume_from: {path} no longer exists: another run has removed it")
     epoch = checkpoints.read_progress(checkpoint).epoch
     file = checkpoint / "config.json"
     stored = folders.read_json(file)
@@ -232,7 +232,10 @@ def _latest_source(folder: Path) -> Source:
         return Source(folder)
     checkpoint = Path(parent.checkpoint)
     if checkpoints.find_newest(checkpoint) is None:
-        raise UserError(f"{folder} is a branch that never began, and its checkpoint {checkpoint} is there no more")
+        raise UserError(
+            f"{folder} is a branch that never began, and its checkpoint {checkpoint} no longer exists; delete the "
+            "folder, and branch off from another checkpoint"
+        )
     return Source(folder, checkpoint, Path(parent.folder))
 
 

@@ -108,7 +108,9 @@ def check_urls(key: str, urls: str | list[str]) -> None:
 def _check_server(key: str, reward: RewardSettings, options: dict[str, Any]) -> None:
     check_urls(f"{key}.url", reward.url)
     if options:
-        raise UserError(f"{key}: {', '.join(options)} unknown, or for the server to know")
+        raise UserError(
+            f"{key}: no setting is called {', '.join(options)}; options of the reward itself are given to its server"
+        )
     server = Server(reward.url, reward.token_file, HEALTH_S)
     for url in server.urls:
         try:

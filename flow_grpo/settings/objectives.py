@@ -50,7 +50,7 @@ def needs_gaussian(config: "Config") -> None:
     """Raises UserError unless log-probs are those of a Gaussian."""
     if config.sample.sde_type == "cps":
         raise UserError(
-            f"config.train.objective {config.train.objective!r} takes Gaussian log-probs, which sample.sde_type 'cps' "
+            f"config.train.objective {config.train.objective!r} needs Gaussian log-probs, which sample.sde_type 'cps' "
             "does not have; 'cps_gaussian' is the same step with them"
         )
 
@@ -71,8 +71,8 @@ def needs_moving_ratio(config: "Config") -> None:
     needs_older_policy(config)
     if config.train.old_decay_schedule:
         raise UserError(
-            f"config.train.forward_objective {config.train.forward_objective!r} takes old_decay_schedule 0, which is "
-            f"{config.train.old_decay_schedule}: its ratio is 1 when an epoch's update begins"
+            f"config.train.forward_objective {config.train.forward_objective!r} needs old_decay_schedule 0, but it is "
+            f"{config.train.old_decay_schedule}: the ratio must be 1 when an epoch's update begins"
         )
 
 
@@ -82,11 +82,11 @@ def needs_present_policy(config: "Config") -> None:
     name = f"config.train.forward_objective {train.forward_objective!r}"
     if train.old_decay_schedule:
         raise UserError(
-            f"{name} takes old_decay_schedule 0, which is {train.old_decay_schedule}: it learns from images of the "
-            "present policy"
+            f"{name} needs old_decay_schedule 0, but it is {train.old_decay_schedule}: this loss learns from images of "
+            "the present policy"
         )
     if not train.beta:
-        raise UserError(f"{name} takes config.train.beta above 0: without a pull to the reference it has no optimum")
+        raise UserError(f"{name} needs config.train.beta above 0: without a pull to the reference it has no optimum")
 
 
 def needs_lagging_policy(config: "Config") -> None:
@@ -108,9 +108,8 @@ def needs_compared_groups(config: "Config") -> None:
     needs_older_policy(config)
     if config.sample.baseline == "all":
         raise UserError(
-            f"config.train.forward_objective {config.train.forward_objective!r} takes config.sample.baseline 'group', "
-            "which is 'all': its sigmoid is of a group's errors, each times its advantage, and compares them only "
-            "where the advantages of a group add up to 0"
+            f"config.train.forward_objective {config.train.forward_objective!r} needs config.sample.baseline 'group', "
+            "but it is 'all': the loss compares the errors of a group, which takes advantages that add up to 0 in each"
         )
     needs_whole_groups(config)
 
@@ -120,7 +119,7 @@ def needs_whole_groups(config: "Config") -> None:
     sample = config.sample
     name = f"config.train.forward_objective {config.train.forward_objective!r}"
     if not config.train.shared_noise:
-        raise UserError(f"{name} takes config.train.shared_noise True: it compares a group's errors at one noise")
+        raise UserError(f"{name} needs config.train.shared_noise True: it compares a group's errors at one noise")
     _check_groups_of_a_batch(name, sample)
 
 
@@ -131,15 +130,15 @@ def needs_endpoints(config: "Config") -> None:
     if sample.num_branches > 1:
         raise UserError(f"{name} compares images of one prompt at all of their steps, not branches: use train_*.py")
     if sample.sde_type not in ("sde", "dance"):
-        raise UserError(f"{name} takes config.sample.sde_type 'sde' or 'dance', which is {sample.sde_type!r}")
+        raise UserError(f"{name} needs config.sample.sde_type 'sde' or 'dance', but it is {sample.sde_type!r}")
     _check_groups_of_a_batch(name, sample)
 
 
 def needs_a_common_noise(config: "Config") -> None:
-    """Raises UserError unless the images of a group start from one noise, besides."""
+    """Raises UserError as `needs_endpoints` does, and unless the images of a group start from one noise."""
     if not config.sample.same_latent:
         raise UserError(
-            f"config.train.objective {config.train.objective!r} takes config.sample.same_latent True: it compares "
+            f"config.train.objective {config.train.objective!r} needs config.sample.same_latent True: it compares "
             "images that start from one noise"
         )
     needs_endpoints(config)
@@ -148,7 +147,7 @@ def needs_a_common_noise(config: "Config") -> None:
 def _check_groups_of_a_batch(name: str, sample: "Sample") -> None:
     if sample.batch_size % sample.num_images_per_prompt:
         raise UserError(
-            f"{name} takes whole groups in a forward, but config.sample.batch_size {sample.batch_size} is no multiple "
+            f"{name} needs whole groups in a forward, but config.sample.batch_size {sample.batch_size} is no multiple "
             f"of num_images_per_prompt {sample.num_images_per_prompt}"
         )
 

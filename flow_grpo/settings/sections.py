@@ -141,7 +141,8 @@ class Sample(Section):
     """Steps that are sampled with noise and trained; 0 = all but the last."""
 
     sde_window_range: tuple[int, int] = setting((0, 5), used_by=(GRPO, DISTILL))
-    """Steps [first, last) in which the window lies; without a window the default, or all steps but the last."""
+    """Steps [first, last) in which the window lies. With sde_window_size 0 all steps but the last are noisy, and no
+    other range is taken."""
 
     sde_window_interval: int = setting(
         0, unit="updates", min=0, used_by=(GRPO, DISTILL), read_in="rollout", when=(("sample.sde_window_size",),)
@@ -324,14 +325,14 @@ class Train(Section):
     quarter at first, then up to 0.999, see losses.old_policy_decay; a number below 1 = always this share."""
 
     sampler_decay_schedule: float = setting(-1.0, min=-1, max=3, used_by=(NFT,))
-    """The same of a third policy, which then samples in place of the old one; -1 = there is none."""
+    """As old_decay_schedule, of a third policy, which then samples in place of the old one; -1 = there is none."""
 
     dpo_beta: float = setting(1000.0, min=0, used_by=(DPO,), read_in="add_gradients")
     """How sharply a pair's difference of velocity errors decides."""
 
     gradient_path: str = setting("refl", choices=GRADIENT_PATHS, used_by=(REFL,))
-    """Velocities that gradients of the reward go through, of one late step, of the last steps, of two leaps, or of some
-    steps at fixed states."""
+    """Velocities that carry the reward's gradient, of one late step (refl), of the last steps (draft), of two leaps
+    (leap) or of some steps at fixed states (sparse)."""
 
     gradient_steps: int = setting(
         3,
@@ -368,7 +369,7 @@ class Train(Section):
     sparse_rescale: float = setting(
         0.0, min=0, max=1, used_by=(REFL,), read_in="rollout", when=(("train.gradient_path", "sparse"),)
     )
-    """1 = the chosen steps' gradients are scaled up as if all of the walk were theirs; 0 = not; between, a part."""
+    """How far the chosen steps' gradients are scaled up to stand for all steps: 0 = not at all, 1 = fully."""
 
     reward_target: float = setting(0.0, used_by=(REFL,))
     """Loss max(0, this - reward), so that rewards above it teach nothing more; it must lie above what most images
@@ -416,7 +417,7 @@ class Preferences(Section):
     """Folder of parquet files from prepare_preferences.py; "" = online, of images just sampled."""
 
     min_margin: float = setting(0.0, min=0, used_by=(DPO,))
-    """Of rollouts, keep pairs whose winner's reward is higher by more than this."""
+    """Pairs of sampled images are kept if their rewards differ by more than this."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def check_values(config: ConfigDict) -> None:
     for key, names in RENAMED.items():
         for before, today in names.items():
             if value_of(config, key) == before:
-                raise UserError(f"config.{key} is {before!r}, which is now {today!r}")
+                raise UserError(f"config.{key} is {before!r}, which is now called {today!r}")
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def check_parts(model: str, family: type[FlowModel]) -> None:
         if not _is_known(part.library):
             raise UserError(
                 f"config.model {quoted(model)}: its model_index.json says that {name} is of {quoted(part.library)}, "
-                "which is not installed; parts are those of diffusers and transformers"
+                "which is not installed; install it, or take a model whose parts are of diffusers and transformers"
             )
         if name == "transformer" or _is_without_weights(name):
             _check_part(folder / name)

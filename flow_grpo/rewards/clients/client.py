@@ -204,7 +204,9 @@ class Server:
                 async for chunk in answer.aiter_raw():
                     body += chunk
                     if len(body) > MAX_ANSWER_BYTES:
-                        raise ServerError(f"{url} answered with over {MAX_ANSWER_BYTES} bytes")
+                        raise ServerError(
+                            f"{url} answered with over {MAX_ANSWER_BYTES} bytes, too many for scores; check the address"
+                        )
                 return answer.status_code, bytes(body)
         except TimeoutError:
             return 0, f"no answer within {self.timeout_s:g} s".encode()
