@@ -198,7 +198,7 @@ def pickscore_wan_pr() -> ConfigDict:
     """TempFlow-GRPO on Wan 2.1 T2V 1.3 B: a trunk per prompt, 6 branches at each of the first 10 steps."""
     config = branching(models.wan())
     config.sample.num_images_per_prompt = 1
-    config.sample.batch_size = 2
+    config.sample.batch_size = 1
     config.sample.completion_batch_size = 12
     config.train.timestep_fraction = 0.5
     return config

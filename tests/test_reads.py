@@ -94,7 +94,7 @@ AT_THEIR_DEFAULT = {
     }
     | {setting.key for setting in table.SETTINGS if setting.read_in == "advantages"},  # for the weights alone
     table.REFL: FINGERPRINT
-    | {"sample.baseline", "train.reward_aggregation", "train.inner_epochs"}
+    | {"frames", "sample.baseline", "train.reward_aggregation", "train.inner_epochs"}
     # By evaluations, whose shortcuts are those of a rollout's completions.
     | {"eval.flash_ratio", "sample.flash_solver"},
 }
