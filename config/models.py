@@ -174,6 +174,8 @@ def wan() -> ConfigDict:
     config.sample.num_images_per_prompt = 8
     config.eval.num_steps = 50
     config.eval.num_prompts = 64
+    # Rewards of images do not see that videos have come to stand still.
+    config.eval.rewards = ("frame_difference",)
     return config
 
 

@@ -120,4 +120,11 @@ def _replace_task(config: ConfigDict) -> None:
 def is_here(reward: str) -> bool:
     """Return whether a reward needs neither weights from the hub nor a server; one of the user's own is taken to."""
     is_ours = (locations.PACKAGE / "rewards" / f"{reward}.py").exists()
-    return not is_ours or reward in ("shapes", "shapes_proxy", "edits", "ocr", "jpeg_compressibility")
+    return not is_ours or reward in (
+        "shapes",
+        "shapes_proxy",
+        "edits",
+        "ocr",
+        "jpeg_compressibility",
+        "frame_difference",
+    )

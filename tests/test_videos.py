@@ -19,6 +19,7 @@ from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.evaluation.saved_images import SavedImages
 from flow_grpo.monitoring import model_card
 from flow_grpo.monitoring.sheets import contact_sheet, fit, forget, panel_pictures, write_animation
+from flow_grpo.rewards import frame_difference
 from flow_grpo.scoring import pool as pool_module
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.videos import frames_of
@@ -174,6 +175,23 @@ def test_frames_and_what_does_not_go_with_them_are_refused_before_weights_are_lo
         rows.append((str(settings), lambda name=name, settings=settings: train(name, tmp_path, **settings), words))
     assert_refused(rows)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_difference_of_neighbouring_frames_is_motion_in_which_noise_counts_little(pool_of):
+    square = torch.zeros(2, 5, 3, 64, 64)
+    for frame in range(5):
+        # One jumps by a square of 16 pixels, the other stands still.
+        square[0, frame, :, 16:32, 8 * frame : 8 * frame + 16] = 1
+        square[1, frame, :, 16:32, 8:24] = 1
+    score = frame_difference.load(torch.device("cpu"))
+    # Of 64 blocks two appear and two go with each frame.
+    assert score(square, [""] * 2, [{}] * 2).tolist() == [4 / 64, 0.0]
+    assert score(square[:1], [""], [{}]).tolist() == [4 / 64]
+    noise = torch.rand(1, 5, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    assert score(noise, [""], [{}]).item() < (noise.diff(dim=1).abs().mean() / 6).item()
+    flash = torch.stack([torch.zeros(3, 64, 64), torch.ones(3, 64, 64)])
+    assert score(flash[None], [""], [{}]).item() == 1
+    assert pool_of(score).submit(noise[:, 0], PROMPTS[:1])()["avg"].tolist() == [0]
 
 
 @pytest.fixture(scope="module")
