@@ -330,10 +330,10 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(ids, [], model_max_length=77)
 
 
-def t5_tokenizer() -> T5Tokenizer:
-    """Return a tokenizer that reads the words of the shapes task, and letters."""
+def t5_tokenizer(file: Path = PROMPTS) -> T5Tokenizer:
+    """Return a tokenizer that reads the words of a file of prompts, and letters."""
     words = set()
-    for line in PROMPTS.read_text().splitlines():
+    for line in file.read_text().splitlines():
         words.update(json.loads(line)["prompt"].split())
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     pieces += [(f"▁{word}", -5.0) for word in sorted(words)]

@@ -14,12 +14,13 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
+    AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
@@ -194,40 +195,64 @@ def sample(pipe: QwenImagePipeline, prompts: list[dict], seed: int, guidance_sca
     return pipe(texts, **size, **guidance, generator=generator, output_type="pt").images.float()
 
 
-def vae_loss(vae: AutoencoderKLQwenImage, images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def decoded(vae: AutoencoderKLQwenImage | AutoencoderKLWan, latents: Tensor) -> Tensor:
+    """Decode latents [B, C, f, h, w] to videos [B, 3, F, H, W] by the decoder itself, latent frame by latent frame.
+
+    vae.decode clamps to [-1, 1], where a saturated pixel has no gradient.
+    """
+    hidden = vae.post_quant_conv(latents)
+    if latents.shape[2] == 1:
+        return vae.decoder(hidden)
+    vae.clear_cache()
+    parts = []
+    for place in range(latents.shape[2]):
+        vae._conv_idx = [0]
+        now = hidden[:, :, place : place + 1]
+        parts.append(vae.decoder(now, feat_cache=vae._feat_map, feat_idx=vae._conv_idx, first_chunk=place == 0))
+    vae.clear_cache()
+    return torch.cat(parts, 2)
+
+
+def vae_loss(
+    vae: AutoencoderKLQwenImage | AutoencoderKLWan, videos: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
     """Return L1 and L2 on pixels, those of objects weighted up, plus L1 on their differences (edges) and a little KL.
 
     Most pixels are background: unweighted L1 is content with the median colour, and rare colours come out grey.
 
     Args:
-        images: [B, 3, R, R] in [-1, 1].
+        videos: [B, 3, F, R, R] in [-1, 1]; pictures have one frame.
     """
-    posterior = vae.encode(images[:, :, None]).latent_dist
-    noise = torch.randn(posterior.mean.shape, generator=generator, device=images.device)
+    posterior = vae.encode(videos).latent_dist
+    noise = torch.randn(posterior.mean.shape, generator=generator, device=videos.device)
     latents = posterior.mean + posterior.std * noise
-    # The decoder itself: vae.decode clamps to [-1, 1], where a saturated pixel has no gradient.
-    error = vae.decoder(vae.post_quant_conv(latents))[:, :, 0].float() - images
-    background = 2 * torch.tensor(shapes.BACKGROUND, device=images.device)[:, None, None] - 1
-    weight = 1 + OBJECT_WEIGHT * ((images - background).abs().amax(1, keepdim=True) > 0.1)
+    error = decoded(vae, latents).float() - videos
+    background = 2 * torch.tensor(shapes.BACKGROUND, device=videos.device)[:, None, None, None] - 1
+    weight = 1 + OBJECT_WEIGHT * ((videos - background).abs().amax(1, keepdim=True) > 0.1)
     edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
     kl = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).float().mean()
     return (weight * (error.abs() + error**2)).mean() + EDGE_WEIGHT * edges + KL_WEIGHT * kl
 
 
-def train_vae(vae: AutoencoderKLQwenImage, prompts: list[dict], seconds: float, generator: torch.Generator) -> int:
-    """Train for `seconds`, the learning rate falling to zero; record the latents' statistics. Return the steps."""
+def train_vae(
+    vae: AutoencoderKLQwenImage | AutoencoderKLWan,
+    batches: Iterator[Tensor],
+    seconds: float,
+    generator: torch.Generator,
+) -> int:
+    """Train on videos [B, 3, F, R, R] in [-1, 1] for `seconds`, the learning rate falling to zero; record the latents'
+    statistics. Return the steps."""
     device = generator.device.type
     with torch.no_grad():  # a narrow posterior to begin with, or its noise drowns the means until they have grown
         vae.quant_conv.bias[vae.config.z_dim :] -= 6
     optimizer = torch.optim.AdamW(vae.parameters(), lr=VAE_LR, fused=device == "cuda")
-    batches = rendered(prompts, VAE_BATCH, generator)
     step = 0
     start = time.monotonic()
     progress = 0.0
     while progress < 1:
         optimizer.param_groups[0]["lr"] = VAE_LR * min((step + 1) / 100, 1) * 0.5 * (1 + math.cos(math.pi * progress))
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = vae_loss(vae, next(batches)[1], generator)
+            loss = vae_loss(vae, next(batches), generator)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -239,12 +264,11 @@ def train_vae(vae: AutoencoderKLQwenImage, prompts: list[dict], seconds: float, 
     return step
 
 
-def record_statistics(vae: AutoencoderKLQwenImage, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+def record_statistics(vae: AutoencoderKLQwenImage | AutoencoderKLWan, batches: Iterator[Tensor]) -> None:
     """Write mean and spread of the latents of 16 batches into the VAE's config."""
     means = []
     for _ in range(16):
-        _, images = next(batches)
-        means.append(vae.encode(images[:, :, None]).latent_dist.mean)
+        means.append(vae.encode(next(batches)).latent_dist.mean)
     spread, mean = torch.std_mean(torch.cat(means), dim=(0, 2, 3, 4))
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=spread.tolist())
 
@@ -288,7 +312,12 @@ def batches(model: FlowModel, prompts: list[dict], generator: torch.Generator) -
             yield model.encode_batch(images), Condition(embeds[text], mask=mask[text].bool())
 
 
-def transformer_steps(model: FlowModel, batches: Iterator[tuple[Tensor, Condition]], generator: torch.Generator):
+def transformer_steps(
+    model: FlowModel,
+    batches: Iterator[tuple[Tensor, Condition]],
+    generator: torch.Generator,
+    loss_of: Callable[..., Tensor] = flow_matching_loss,
+):
     """Train the transformer on x_0 and conditions, endlessly; yield (steps done, loss, EMA transformer) of each."""
     on_gpu = model.device.type == "cuda"
     transformer = model.transformer
@@ -301,7 +330,7 @@ def transformer_steps(model: FlowModel, batches: Iterator[tuple[Tensor, Conditio
     optimizer = torch.optim.AdamW(weights, lr=LR, fused=on_gpu)
     for step, (x_0, condition) in enumerate(batches, start=1):
         with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
-            loss = flow_matching_loss(model, x_0, condition, generator)
+            loss = loss_of(model, x_0, condition, generator)
         optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP_STEPS, 1)
         optimizer.zero_grad()
         loss.backward()
@@ -365,7 +394,8 @@ def main(args) -> None:
     test = shapes_prompts("test")
     texts = [prompt["prompt"] for prompt in train + test]
     pipe = build_pipeline(texts, args.seed).to(args.device)
-    vae_steps = train_vae(pipe.vae, train, args.vae_s, generator)
+    pictures_of_vae = (images[:, :, None] for _, images in rendered(train, VAE_BATCH, generator))
+    vae_steps = train_vae(pipe.vae, pictures_of_vae, args.vae_s, generator)
     held_out = balanced(test, args.eval_prompts)
     line = {"part": "vae", "steps": vae_steps} | reconstruction(pipe.vae, held_out, generator)
     print(json.dumps(line), flush=True)

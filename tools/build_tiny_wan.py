@@ -1,0 +1,215 @@
+"""Make the tiny Wan: the real classes at toy size, trained on rendered motions until a part of its videos is right.
+
+    python tools/build_tiny_wan.py --out runs/tiny_wan
+
+The text encoder stays as it was drawn; VAE and transformer (flow matching, arXiv:2210.02747) are trained for a given
+time each, on prompts of the training split of dataset/motions. Every evaluation prints strict accuracy on held-out
+prompts as a JSON line and writes the pipeline to a folder of its own.
+"""
+
+import argparse
+import copy
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from build_random_pipeline import t5_tokenizer
+from build_tiny_qwenimage import (
+    NUM_STEPS,
+    PROMPT_DROPOUT,
+    RESOLUTION,
+    TEXT_DIM,
+    evaluations,
+    rounded,
+    train_vae,
+    transformer_steps,
+)
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from draw_motions import motion_table, sample_paths, videos
+from draw_shapes import render
+from torch import Tensor
+from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
+
+from flow_grpo.algorithms.flow_matching import velocity_error
+from flow_grpo.base import rng
+from flow_grpo.base.prompt import Prompt
+from flow_grpo.command_line import command_line
+from flow_grpo.data.prompts import load_prompts
+from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.diffusers_patch.models.wan import Wan
+from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.rewards import motions as motions_reward
+
+NUM_FRAMES = 9  # three frames of latents
+SIZE = Size(RESOLUTION, RESOLUTION, NUM_FRAMES)
+TEXT_TOKENS = 32
+SHIFT = 3.0  # of the sigmas, as published for 480 lines
+VAE_BATCH = 24
+BATCH = 256
+PROMPTS = Path(__file__).parents[1] / "dataset" / "motions" / "train_metadata.jsonl"
+
+
+def prompts_of(split: str) -> list[dict]:
+    return [prompt.metadata for prompt in load_prompts("dataset/motions", split)]
+
+
+def build_text_encoder(tokenizer: T5Tokenizer, seed: int) -> UMT5EncoderModel:
+    """Return UMT5 with frozen random weights, like the tiny Qwen-Image's: unit embeddings, to which the layers add a
+    little of the other words."""
+    config = UMT5Config(
+        vocab_size=len(tokenizer),
+        d_model=TEXT_DIM,
+        d_kv=16,
+        d_ff=128,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+    )
+    encoder = UMT5EncoderModel(config).requires_grad_(False)
+    for name, weight in encoder.named_parameters():
+        if weight.ndim > 1:
+            std = 1 if "shared" in name or "embed_tokens" in name else 0.5 / math.sqrt(weight[0].numel())
+            weight.normal_(0, std, generator=rng.generator(seed, "text encoder", name))
+    return rounded(encoder)
+
+
+def build_pipeline(seed: int) -> WanPipeline:
+    """Return Wan at toy size, float32, untrained. 9 frames of 64 x 64 pixels are 48 tokens."""
+    tokenizer = t5_tokenizer(PROMPTS)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # diffusers draws initial weights from the global generator
+        vae = AutoencoderKLWan(base_dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=1)
+        transformer = WanTransformer3DModel(
+            num_layers=4,
+            num_attention_heads=4,
+            attention_head_dim=32,
+            ffn_dim=384,
+            freq_dim=64,
+            text_dim=TEXT_DIM,
+        )
+        text_encoder = build_text_encoder(tokenizer, seed)
+    pipe = WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder.eval(),
+        vae=vae.eval(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        transformer=transformer.eval(),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def save(pipe: WanPipeline, folder: Path) -> None:
+    """Write the pipeline, VAE and transformer in bfloat16."""
+    parts = dict(pipe.components)
+    for name in ("vae", "transformer"):
+        parts[name] = copy.deepcopy(parts[name]).to(torch.bfloat16)
+    WanPipeline(**parts).save_pretrained(folder)
+
+
+def rendered(prompts: list[dict], batch: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (index into `prompts` [B], videos [B, f, 3, 64, 64] in [-1, 1]) endlessly."""
+    table = motion_table(prompts, generator.device)
+    while True:
+        index = torch.randint(len(prompts), (batch,), generator=generator, device=generator.device)
+        layout = sample_paths(table, index, NUM_FRAMES, generator)
+        yield index, render(layout).unflatten(0, (batch, NUM_FRAMES)) * 2 - 1
+
+
+def accuracy(drawn: Tensor, prompts: list[dict]) -> dict[str, float]:
+    """Return the strict accuracy of videos [P, f, 3, R, R] in [0, 1]: {"all": mean, tag: ...}."""
+    scores = motions_reward.load(drawn.device)(drawn.float().cpu(), [], prompts)["accuracy"].tolist()
+    by_tag: dict[str, list[float]] = {}
+    for prompt, score in zip(prompts, scores, strict=True):
+        by_tag.setdefault(prompt["tag"], []).append(score)
+    means = {tag: round(sum(values) / len(values), 4) for tag, values in by_tag.items()}
+    return {"all": round(sum(scores) / len(scores), 4)} | means
+
+
+def reconstruction(vae: AutoencoderKLWan, prompts: list[dict], generator: torch.Generator) -> dict:
+    """Measure what the VAE does to renders of `prompts`: pixel L1 on [-1, 1], accuracy before and after."""
+    drawn = videos(prompts, NUM_FRAMES, generator)
+    with torch.no_grad():
+        latents = vae.encode(drawn.transpose(1, 2) * 2 - 1).latent_dist.mean
+        again = (vae.decode(latents).sample.transpose(1, 2) + 1) / 2
+    error = 2 * (again - drawn).abs().mean().item()
+    return {"l1": round(error, 4), "renders": accuracy(drawn, prompts), "reconstructions": accuracy(again, prompts)}
+
+
+def sample(pipe: WanPipeline, prompts: list[dict], seed: int, guidance_scale: float) -> Tensor:
+    """Draw videos [P, f, 3, R, R] in [0, 1] by the pipeline's own call."""
+    texts = [prompt["prompt"] for prompt in prompts]
+    generator = torch.Generator().manual_seed(seed)
+    size = dict(height=RESOLUTION, width=RESOLUTION, num_frames=NUM_FRAMES, num_inference_steps=NUM_STEPS)
+    how = dict(guidance_scale=guidance_scale, max_sequence_length=TEXT_TOKENS, output_type="pt")
+    return pipe(texts, **size, **how, generator=generator).frames.float()
+
+
+def flow_matching_loss(model: FlowModel, x_0: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
+    """Return the mean of |v(x_sigma, sigma) - (noise - x_0)|^2; sigma is logit-normal and then shifted."""
+    normal = torch.randn(len(x_0), generator=generator, device=x_0.device)
+    even = normal.sigmoid().clamp(1e-4, 1 - 1e-4)
+    sigma = SHIFT * even / (1 + (SHIFT - 1) * even)
+    noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
+    x_t = torch.lerp(x_0, noise, sigma.view(-1, 1, 1, 1, 1))
+    return velocity_error(model.forward(x_t, 1000 * sigma, condition, 1.0, SIZE), x_0, noise).mean()
+
+
+@torch.no_grad()
+def batches(model: Wan, prompts: list[dict], generator: torch.Generator) -> Iterator[tuple[Tensor, Condition]]:
+    """Yield x_0 of rendered videos with their prompts, endlessly. The share PROMPT_DROPOUT of them has no prompt."""
+    device = model.device
+    embeds = []
+    for text in [*(prompt["prompt"] for prompt in prompts), ""]:
+        embeds.append(model.encode_one(Prompt(text), TEXT_TOKENS).text_embeds)
+    embeds = torch.cat(embeds)
+    for index, drawn in rendered(prompts, BATCH, generator):
+        dropped = torch.rand(BATCH, generator=generator, device=device) < PROMPT_DROPOUT
+        text = index.masked_fill(dropped, len(prompts))
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            yield model.encode_batch(drawn), Condition(embeds[text])
+
+
+def train_transformer(pipe: WanPipeline, train: list[dict], held_out: list[dict], args, generator) -> None:
+    """Train for args.transformer_s, compilation aside; evaluate and save every args.eval_every_s and at the end."""
+    model = Wan(pipe, generator.device)
+    steps = transformer_steps(model, batches(model, train, generator), generator, flow_matching_loss)
+    for line, transformer in evaluations(steps, args):
+        current = WanPipeline(**(pipe.components | {"transformer": transformer}))
+        current.set_progress_bar_config(disable=True)
+        for scale in (1, 4):
+            line[f"cfg_{scale}"] = accuracy(sample(current, held_out, args.seed, scale), held_out)
+        save(current, args.out / f"step_{line['steps']:06d}")
+        print(json.dumps({"part": "transformer"} | line), flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the pipelines")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vae_s", type=float, default=200)
+    parser.add_argument("--transformer_s", type=float, default=310)
+    parser.add_argument("--eval_every_s", type=float, default=30)
+    parser.add_argument("--eval_prompts", type=int, default=240)
+    return parser
+
+
+def main(args) -> None:
+    torch.backends.cudnn.benchmark = True
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    train = prompts_of("train")
+    held_out = prompts_of("test")[: args.eval_prompts]
+    pipe = build_pipeline(args.seed).to(args.device)
+    videos_of_vae = (drawn.transpose(1, 2) for _, drawn in rendered(train, VAE_BATCH, generator))
+    vae_steps = train_vae(pipe.vae, videos_of_vae, args.vae_s, generator)
+    line = {"part": "vae", "steps": vae_steps} | reconstruction(pipe.vae, held_out, generator)
+    print(json.dumps(line), flush=True)
+    train_transformer(pipe, train, held_out, args, generator)
+
+
+if __name__ == "__main__":
+    main(command_line.arguments(parser()))
