@@ -124,6 +124,7 @@ def is_here(reward: str) -> bool:
         "shapes",
         "shapes_proxy",
         "edits",
+        "motions",
         "ocr",
         "jpeg_compressibility",
         "frame_difference",
