@@ -34,6 +34,12 @@ def epochs_of(folder):
     return sum('"kind": "epoch"' in line for line in path.read_text().splitlines())
 
 
+def seconds_per_epoch(folder):
+    """Time of the fastest epoch of a run that has ended."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return min(line["time/epoch_s"] for line in lines if line["kind"] == "epoch")
+
+
 def started(command, num_ranks):
     """The ranks of a command, as torchrun would start them."""
     if num_ranks == 1:
@@ -75,7 +81,8 @@ def test_what_is_completed_is_saved_and_the_run_goes_on_as_if_nothing_had_happen
     alert.chmod(0o755)
     command = command_of(NAME, tmp_path / "broken", **shallow, **HOW, signal_grace_s=grace_s, alert=alert)
     command = ["tests/brightness.py", *command]
-    results = interrupt(command, folder, number, num_ranks, random.uniform(0, 1))
+    # Within the two epochs after the first, however fast the machine is: one more is to come.
+    results = interrupt(command, folder, number, num_ranks, random.uniform(0, 2 * seconds_per_epoch(unbroken)))
 
     # The status says that the run can go on, and the sentence says how.
     status = 130 if number == signal.SIGINT else signals.STATUS

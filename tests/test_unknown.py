@@ -195,7 +195,7 @@ def test_a_slip_of_a_setting_of_ones_own_is_refused(tmp_path):
 
 
 RANKS = [
-    (dict(RANK="0"), ["WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "torchrun"]),
+    (dict(RANK="0"), ["WORLD_SIZE and MASTER_ADDR and MASTER_PORT", "torchrun"]),
     (dict(WORLD_SIZE="x"), ["WORLD_SIZE", "'x'"]),
     (dict(RANK="abc"), ["RANK", "'abc'"]),
     (dict(LOCAL_RANK="-1"), ["LOCAL_RANK", "'-1'"]),
