@@ -14,7 +14,7 @@ from train_qwenimage import main
 from flow_grpo.checkpoints import exports
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.settings.sections import Config, Lora
-from flow_grpo.weights import fsdp_utils, load_weights, lora_files, policies
+from flow_grpo.weights import base_lora, fsdp_utils, load_weights, lora_files, policies
 
 WINDOW = "shapes_qwenimage"
 ONE = dict(num_epochs=1, eval_freq=0)
@@ -65,6 +65,34 @@ def test_the_base_computes_what_the_lora_does_on_it(trained, folder, tmp_path):
     for base in (folder, folder / lora_files.FILE, in_kohyas_names(folder, tmp_path / "lightning.safetensors")):
         for rank in (0, 4):
             torch.testing.assert_close(velocity(model_with(base, rank)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_alpha_in_the_header_counts(trained, folder, tmp_path):
+    """As in files whose scale is not in B."""
+    tensors = load_file(folder / lora_files.FILE)
+    halved = {name: weight / 2 if ".lora_B." in name else weight for name, weight in tensors.items()}
+    header = {lora_files.METADATA: json.dumps({"transformer.r": 4, "transformer.lora_alpha": 8})}
+    save_file(halved, tmp_path / "older.safetensors", metadata=header)
+    found = velocity(model_with(tmp_path / "older.safetensors"))
+    torch.testing.assert_close(found, velocity(trained.transformer), rtol=1e-4, atol=1e-5)
+
+
+def test_a_rank_reads_the_changed_rows_that_it_holds(folder):
+    changes = base_lora.read(folder, QwenImage)
+    name, change = next(iter(changes.items()))
+    stored = dict(QwenImagePipeline.from_pretrained(TINY, **ALONE).transformer.named_parameters())[name].detach()
+    whole = change.added_to(stored)[:]
+    assert not torch.equal(whole, stored)
+    torch.testing.assert_close(change.added_to(stored)[3:7], whole[3:7])
+
+
+def test_weights_that_a_run_has_stored_have_the_lora_already(trained, folder, tmp_path):
+    model_with(folder).save_pretrained(tmp_path / "transformer")
+    model = QwenImage.load(str(TINY), torch.device("cpu"))
+    config = Config(model=str(TINY), lora=Lora(rank=0, base=str(folder)))
+    load_weights.fill_model(config, model, weights=tmp_path / "transformer")
+    found = velocity(model.transformer)
+    torch.testing.assert_close(found, velocity(trained.transformer), rtol=1e-4, atol=1e-5)
 
 
 def test_diffusers_fuses_the_same(folder):

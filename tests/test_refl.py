@@ -25,6 +25,7 @@ from flow_grpo.diffusers_patch.sde_with_logprob import sde_step_with_logprob
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.plan import forwards
 from flow_grpo.run import reward_gradients
+from flow_grpo.run.run import Run as LiveRun
 from flow_grpo.settings import table
 
 NAME = "shapes_proxy_qwenimage_refl"
@@ -93,6 +94,37 @@ def test_steps_without_a_gradient_take_the_rollouts_weights_and_short_text(how, 
     assert not torch.equal(merged, exact)
     torch.testing.assert_close(merged, exact, rtol=1e-4, atol=0)
     torch.testing.assert_close(losses("short", sample__text_multiple=8), exact, rtol=1e-4, atol=0)
+
+
+def test_text_is_short_in_steps_without_a_gradient_alone(how, tmp_path, monkeypatch):
+    widths = defaultdict(int)
+    velocity = LiveRun.velocity
+
+    def recorded(run, x, t, condition, *more):
+        widths[condition.text_embeds.shape[1]] += 1
+        return velocity(run, x, t, condition, *more)
+
+    monkeypatch.setattr(LiveRun, "velocity", recorded)
+    settings = how | ONE | dict(sample__text_multiple=4, text_tokens=30, train__updates_per_epoch=1)
+    folder = train(f"{NAME},draft", tmp_path, **settings | dict(train__gradient_noisings=0))
+    num_batches = 2
+    num_steps = json.loads((folder / "config.json").read_text())["sample"]["num_steps"]
+    # The last step has a gradient: it is computed once in the rollout and once in the update.
+    assert widths.pop(30) == 2 * num_batches
+    assert sum(widths.values()) == (num_steps - 1) * num_batches
+    assert all(width < 30 and width % 4 == 0 for width in widths)
+
+
+def test_a_detached_negative_forward_is_planned_without_a_gradient(how, tmp_path):
+    planned = []
+    for detached in (False, True):
+        config = config_of(NAME, tmp_path, **how | GUIDED | dict(train__detach_negative=detached))
+        family = model_classes.of_folder(config.model)
+        planned.append(forwards.of_epoch(table.typed(config), plan(config), family))
+    whole, detached = planned
+    assert detached.trained == whole.trained / 2
+    assert detached.frozen == whole.frozen + detached.trained
+    assert detached.rollout == whole.rollout
 
 
 def test_the_images_of_a_rollout_are_the_deterministic_ones_of_their_noise(how, tmp_path):
