@@ -329,3 +329,9 @@ def test_distillation_takes_one_image_per_prompt_since_it_compares_none():
     sample.num_images_per_prompt = 1
     checks.DISTILL.check(sample)
     assert "num_images_per_prompt is 1" in refusal(checks.GRPO.check, sample)
+
+
+def test_losses_that_are_stable_with_a_pull_alone_have_one():
+    runs = [(grpo, "shapes_qwenimage,fdfo"), (grpo, "shapes_qwenimage,endpoint"), (nft, "shapes_qwenimage_nft,awm")]
+    for module, name in runs:
+        assert module.get_config(name).train.beta > 0, name

@@ -21,6 +21,7 @@ import torch
 from diffusers import (
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
@@ -173,7 +174,7 @@ def rounded(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def save(pipe: QwenImagePipeline, folder: Path) -> None:
+def save(pipe: DiffusionPipeline, folder: Path) -> None:
     """Write the pipeline, VAE and transformer in bfloat16.
 
     The text encoder stays float32: transformers loads what it finds, diffusers loads float32 unless told otherwise.
@@ -181,7 +182,7 @@ def save(pipe: QwenImagePipeline, folder: Path) -> None:
     parts = dict(pipe.components)
     for name in ("vae", "transformer"):
         parts[name] = copy.deepcopy(parts[name]).to(torch.bfloat16)
-    QwenImagePipeline(**parts).save_pretrained(folder)
+    type(pipe)(**parts).save_pretrained(folder)
 
 
 def sample(pipe: QwenImagePipeline, prompts: list[dict], seed: int, guidance_scale: float = 1.0) -> torch.Tensor:
@@ -341,15 +342,18 @@ def transformer_steps(
         yield step, loss.detach(), ema
 
 
-def train_transformer(pipe: QwenImagePipeline, train: list[dict], held_out: list[dict], args, generator) -> None:
-    """Train for args.transformer_s, compilation aside; evaluate and save every args.eval_every_s and at the end."""
-    model = QwenImage(pipe, generator.device)
-    steps = transformer_steps(model, batches(model, train, generator), generator)
+def train_transformer(pipe: DiffusionPipeline, steps: Iterator, measure: Callable[..., dict], args) -> None:
+    """Train for args.transformer_s, compilation aside; evaluate and save every args.eval_every_s and at the end.
+
+    Args:
+        steps: from `transformer_steps`.
+        measure: (pipeline, guidance scale) -> its accuracies.
+    """
     for line, transformer in evaluations(steps, args):
-        current = QwenImagePipeline(**(pipe.components | {"transformer": transformer}))
+        current = type(pipe)(**(pipe.components | {"transformer": transformer}))
         current.set_progress_bar_config(disable=True)
         for scale in (1, 4):
-            line[f"cfg_{scale}"] = accuracy(sample(current, held_out, args.seed, scale), held_out)
+            line[f"cfg_{scale}"] = measure(current, scale)
         save(current, args.out / f"step_{line['steps']:06d}")
         print(json.dumps({"part": "transformer"} | line), flush=True)
 
@@ -375,8 +379,8 @@ def evaluations(steps: Iterator, args) -> Iterator[tuple[dict[str, float], torch
         next_evaluation = time.monotonic() - start + args.eval_every_s
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser(description: str = __doc__) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the pipelines")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -399,7 +403,13 @@ def main(args) -> None:
     held_out = balanced(test, args.eval_prompts)
     line = {"part": "vae", "steps": vae_steps} | reconstruction(pipe.vae, held_out, generator)
     print(json.dumps(line), flush=True)
-    train_transformer(pipe, train, held_out, args, generator)
+
+    def measure(current: QwenImagePipeline, scale: float) -> dict:
+        return accuracy(sample(current, held_out, args.seed, scale), held_out)
+
+    model = QwenImage(pipe, generator.device)
+    steps = transformer_steps(model, batches(model, train, generator), generator)
+    train_transformer(pipe, steps, measure, args)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ time each, on prompts of the training split of dataset/motions. Every evaluation
 prompts as a JSON line and writes the pipeline to a folder of its own.
 """
 
-import argparse
-import copy
 import json
 import math
 from collections.abc import Iterator
@@ -21,8 +19,9 @@ from build_tiny_qwenimage import (
     PROMPT_DROPOUT,
     RESOLUTION,
     TEXT_DIM,
-    evaluations,
+    parser,
     rounded,
+    train_transformer,
     train_vae,
     transformer_steps,
 )
@@ -102,14 +101,6 @@ def build_pipeline(seed: int) -> WanPipeline:
     return pipe
 
 
-def save(pipe: WanPipeline, folder: Path) -> None:
-    """Write the pipeline, VAE and transformer in bfloat16."""
-    parts = dict(pipe.components)
-    for name in ("vae", "transformer"):
-        parts[name] = copy.deepcopy(parts[name]).to(torch.bfloat16)
-    WanPipeline(**parts).save_pretrained(folder)
-
-
 def rendered(prompts: list[dict], batch: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (index into `prompts` [B], videos [B, f, 3, 64, 64] in [-1, 1]) endlessly."""
     table = motion_table(prompts, generator.device)
@@ -173,31 +164,6 @@ def batches(model: Wan, prompts: list[dict], generator: torch.Generator) -> Iter
             yield model.encode_batch(drawn), Condition(embeds[text])
 
 
-def train_transformer(pipe: WanPipeline, train: list[dict], held_out: list[dict], args, generator) -> None:
-    """Train for args.transformer_s, compilation aside; evaluate and save every args.eval_every_s and at the end."""
-    model = Wan(pipe, generator.device)
-    steps = transformer_steps(model, batches(model, train, generator), generator, flow_matching_loss)
-    for line, transformer in evaluations(steps, args):
-        current = WanPipeline(**(pipe.components | {"transformer": transformer}))
-        current.set_progress_bar_config(disable=True)
-        for scale in (1, 4):
-            line[f"cfg_{scale}"] = accuracy(sample(current, held_out, args.seed, scale), held_out)
-        save(current, args.out / f"step_{line['steps']:06d}")
-        print(json.dumps({"part": "transformer"} | line), flush=True)
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the pipelines")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--vae_s", type=float, default=200)
-    parser.add_argument("--transformer_s", type=float, default=310)
-    parser.add_argument("--eval_every_s", type=float, default=30)
-    parser.add_argument("--eval_prompts", type=int, default=240)
-    return parser
-
-
 def main(args) -> None:
     torch.backends.cudnn.benchmark = True
     generator = torch.Generator(args.device).manual_seed(args.seed)
@@ -208,8 +174,16 @@ def main(args) -> None:
     vae_steps = train_vae(pipe.vae, videos_of_vae, args.vae_s, generator)
     line = {"part": "vae", "steps": vae_steps} | reconstruction(pipe.vae, held_out, generator)
     print(json.dumps(line), flush=True)
-    train_transformer(pipe, train, held_out, args, generator)
+
+    def measure(current: WanPipeline, scale: float) -> dict:
+        return accuracy(sample(current, held_out, args.seed, scale), held_out)
+
+    model = Wan(pipe, generator.device)
+    steps = transformer_steps(model, batches(model, train, generator), generator, flow_matching_loss)
+    train_transformer(pipe, steps, measure, args)
 
 
 if __name__ == "__main__":
-    main(command_line.arguments(parser()))
+    flags = parser(__doc__)
+    flags.set_defaults(vae_s=200, eval_every_s=30, eval_prompts=240)
+    main(command_line.arguments(flags))

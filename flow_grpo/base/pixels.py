@@ -47,9 +47,17 @@ def film_strips(images: Tensor) -> Tensor:
     distances side by side, [B, 3, H, n W]."""
     if images.ndim == 4:
         return images
-    num_frames = images.shape[1]
-    places = torch.linspace(0, num_frames - 1, min(STRIP_FRAMES, num_frames)).round().long()
-    return torch.cat(images[:, places].unbind(1), -1)
+    return torch.cat(some_frames(images, STRIP_FRAMES).unbind(1), -1)
+
+
+def some_frames(videos: Tensor, most: int) -> Tensor:
+    """Return at most `most` frames of videos [B, f, 3, H, W] at equal distances, [B, n, 3, H, W]: the first and the
+    last among them, or the middle one alone."""
+    num_frames = videos.shape[1]
+    places = torch.linspace(0, num_frames - 1, min(most, num_frames)).round().long()
+    if most == 1:
+        places = torch.tensor([num_frames // 2])
+    return videos[:, places.to(videos.device)]
 
 
 def motion(frames: list[Image.Image]) -> dict[str, Any]:

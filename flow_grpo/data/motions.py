@@ -13,7 +13,7 @@ from typing import Any
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
-from flow_grpo.data.shapes import COLORS, SHAPES
+from flow_grpo.data.shapes import problem_of_look
 
 DIRECTIONS = {"right": (1, 0), "left": (-1, 0), "up": (0, -1), "down": (0, 1)}  # y runs down
 # Shortest and longest way of an object from the first frame to the last, in sides of the picture.
@@ -46,14 +46,8 @@ def _problem_of_objects(objects: list[Any]) -> str:
 def _problem_of_object(entry: Any) -> str:
     if not isinstance(entry, dict):
         return f"the object {quoted(entry)} is no object of JSON"
-    kind = entry.get("class")
-    color = entry.get("color")
-    # Compared with the members of tuples: looking up a list in a dict would raise TypeError.
-    if kind not in SHAPES:
-        return f"unknown class {quoted(kind)}; there are {', '.join(SHAPES)}"
-    if color not in (None, *COLORS):
-        return f"unknown color {quoted(color)}; there are {', '.join(COLORS)}"
-    return _problem_of_moves(kind, entry.get("moves"), entry.get("speed"))
+    problem = problem_of_look(entry)
+    return problem or _problem_of_moves(entry["class"], entry.get("moves"), entry.get("speed"))
 
 
 def _problem_of_moves(kind: str, moves: Any, speed: Any) -> str:

@@ -73,14 +73,20 @@ def _problem_of_clauses(metadata: dict[str, Any]) -> str:
 def _problem_of_clause(clause: Any) -> str:
     if not isinstance(clause, dict):
         return f"the clause {quoted(clause)} is no object"
-    kind = clause.get("class")
     count = clause.get("count")
-    color = clause.get("color")
+    problem = problem_of_look(clause)
+    # True is an int, too.
+    if not problem and (type(count) is not int or count <= 0):
+        return f"the count of {clause['class']} is {quoted(count)}, not a positive integer"
+    return problem
+
+
+def problem_of_look(entry: dict[str, Any]) -> str:
+    """Return what is wrong with the class or the color of an entry, which may have none; "" for nothing."""
+    kind = entry.get("class")
+    color = entry.get("color")
     if kind not in SHAPES:
         return f"unknown class {quoted(kind)}; there are {', '.join(SHAPES)}"
-    # True is an int, too.
-    if type(count) is not int or count <= 0:
-        return f"the count of {kind} is {quoted(count)}, not a positive integer"
     # A tuple: a color that is a list, say, cannot be looked up in a dict.
     if color not in (None, *COLORS):
         return f"unknown color {quoted(color)}; there are {', '.join(COLORS)}"

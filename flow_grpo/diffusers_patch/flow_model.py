@@ -70,9 +70,7 @@ class FlowModel(ABC):
     FRAMES_PER_LATENT: ClassVar[int] = 0  # of a video, for which a latent behind the first stands; 0 = it draws images
     MOST_SOURCES: ClassVar[int] = 0  # images to be edited that a prompt may have; where not 0, it has one or more
     ENCODERS: ClassVar[tuple[str, ...]] = ("text_encoder*", "tokenizer*", "processor*")  # folders of what `encode` uses
-    IN_COMFYUI: ClassVar[bool] = (
-        True  # whether ComfyUI knows diffusers' names of its layers, as exported LoRAs have them
-    )
+    IN_COMFYUI: ClassVar[bool] = True  # whether ComfyUI knows diffusers' names of layers, as exported LoRAs have them
     COMPILES_DECODER: ClassVar[bool] = True  # whether the VAE's decoder is one graph
     ATTENTIONS: ClassVar[tuple[str, ...]] = ()  # values of config.attention besides "" that `fuse` understands
     NEGATIVE_PROMPT: ClassVar[str | None] = ""  # what guidance leads away from; None = it is no second forward

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
+from flow_grpo.base.pixels import some_frames
 from flow_grpo.rewards.scores import SomeFailed
 
 Item = TypeVar("Item")
@@ -52,10 +52,6 @@ def is_video(images: Tensor) -> bool:
 
 
 def frames_of(videos: Tensor, most: int) -> Frames:
-    """Choose at most `most` frames of videos [B, f, 3, H, W] at equal distances: the first and the last among them, or
-    the middle one alone."""
-    num_frames = videos.shape[1]
-    places = torch.linspace(0, num_frames - 1, min(most, num_frames)).round().long()
-    if most == 1:
-        places = torch.tensor([num_frames // 2])
-    return Frames(videos[:, places.to(videos.device)].flatten(0, 1), len(places))
+    """Choose at most `most` frames of videos [B, f, 3, H, W], see `some_frames`."""
+    frames = some_frames(videos, most)
+    return Frames(frames.flatten(0, 1), frames.shape[1])
