@@ -101,6 +101,7 @@ RUNS = (
 )
 VARIANTS = (
     online,
+    variants.signal,
     smoke,
 )
 

@@ -409,6 +409,7 @@ VARIANTS = (
     rsm,
     fdfo,
     endpoint,
+    variants.signal,
     variants.large_gpu,
     eight_bit_base,
     variants.four_bit_base,

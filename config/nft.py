@@ -235,6 +235,7 @@ VARIANTS = (
     long,
     awm,
     variants.flash,
+    variants.signal,
     variants.large_gpu,
     eight_bit_base,
     variants.four_bit_base,

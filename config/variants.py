@@ -53,6 +53,12 @@ def large_gpu(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def signal(config: ConfigDict) -> ConfigDict:
+    """Prompts are drawn by how much their images' rewards differ, for rewards such as 0 and 1 that may all be alike."""
+    config.sample.prompt_weights = "signal"
+    return config
+
+
 def four_bit_base(config: ConfigDict) -> ConfigDict:
     """Frozen weights in 4 bits, for Qwen-Image on a card of 24 GB.
 

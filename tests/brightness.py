@@ -16,6 +16,6 @@ def brightness(images, prompts, metadata):
 
 
 if __name__ == "__main__":
-    rewards.register("brightness", brightness, score_pixels=brightness)
+    rewards.register("brightness", brightness, brightness, limits=(0.0, 1.0))
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")

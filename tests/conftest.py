@@ -56,7 +56,7 @@ def shallow(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(brightness.rewards, "REGISTERED", {})
-        brightness.rewards.register("brightness", brightness.brightness, score_pixels=brightness.brightness)
+        brightness.rewards.register("brightness", brightness.brightness, brightness.brightness, limits=(0.0, 1.0))
         how = recorded.shallow_of(recorded.shared(tmp_path_factory.getbasetemp()))
         yield how | dict(reward_fn__shapes=0.0, reward_fn__brightness=1.0)
 

@@ -42,7 +42,7 @@ def other_value(setting):
     """A value that is not the default, and that the entry allows."""
     if setting.choices:
         return next(choice for choice in setting.choices if choice != setting.default)
-    by_type = {bool: lambda old: not old, int: lambda old: old + 1, float: lambda old: old / 2 + 0.25}
+    by_type = {bool: lambda old: not old, int: lambda old: old + 1, float: lambda old: old / 2 + 0.26}
     by_type |= {str: lambda old: f"other{old}", tuple: lambda old: (1, 4) if old else (setting.entry(1),)}
     return by_type[type(setting.default)](setting.default)
 
@@ -105,9 +105,20 @@ FORWARD = ",dgpo", ",dgpo,smoke", ",large_gpu,dgpo", ",long,elbo", ",elbo,smoke"
 GPUS = ",large_gpu", ",large_gpu,smoke"
 NOISY = ",guard", ",dppo", ",rsm"
 VARIANTS = {
-    "grpo": ("", ",smoke", *NOISY, ",mixgrpo,flash", ",fast,smoke", ",large_gpu,distill", *GPUS, *BASES),
-    "nft": ("", ",smoke", ",flash", ",awm", ",awm,smoke", *FORWARD, *GPUS, *BASES),
-    "dpo": ("", ",smoke", ",online", ",online,smoke"),
+    "grpo": (
+        "",
+        ",smoke",
+        ",signal",
+        ",signal,smoke",
+        *NOISY,
+        ",mixgrpo,flash",
+        ",fast,smoke",
+        ",large_gpu,distill",
+        *GPUS,
+        *BASES,
+    ),
+    "nft": ("", ",smoke", ",signal", ",flash", ",awm", ",awm,smoke", *FORWARD, *GPUS, *BASES),
+    "dpo": ("", ",smoke", ",online", ",online,smoke", ",online,signal"),
     "refl": ("", ",draft", ",leap", ",sparse", ",smoke", ",draft,smoke"),
 }
 WITHOUT_ADAPTER = ("shapes_qwenimage_nft", "shapes_proxy_qwenimage_nft", "edits_qwenimage_edit_nft")

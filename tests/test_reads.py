@@ -31,11 +31,12 @@ REFL = "shapes_proxy_qwenimage_refl"
 ONE = dict(num_epochs=1, eval_freq=0)
 # With evaluations, so that there are alarms to judge.
 TWO = dict(eval__save_images=1, eval__rewards=("jpeg_compressibility",), num_epochs=2)
+SIGNAL = dict(sample__prompt_weights="signal")
 BRIGHTNESS = dict(reward_fn__shapes_proxy=0.0)  # alone
 KL = dict(train__beta=0.1, train__old_log_prob="recompute")
 RUNS = {  # script -> its runs, which have all that it can do switched on between them
     table.GRPO: [
-        (WINDOW, TWO | KL | dict(sample__scouts_per_image=2, sample__flash_ratio=0.5)),
+        (WINDOW, TWO | KL | SIGNAL | dict(sample__scouts_per_image=2, sample__flash_ratio=0.5)),
         (f"{WINDOW},dppo", ONE | dict(sample__sde_window_size=0)),
         (f"{WINDOW},guard", ONE),
         (f"{WINDOW},rsm", ONE),
@@ -43,14 +44,14 @@ RUNS = {  # script -> its runs, which have all that it can do switched on betwee
         (f"{WINDOW},endpoint", ONE),
     ],
     table.PR: [
-        (BRANCHES, TWO | KL),
+        (BRANCHES, TWO | KL | SIGNAL),
         *((f"{BRANCHES},{name}", ONE) for name in ("dppo", "guard", "rsm")),
     ],
     table.NFT: [
-        (NFT, TWO | dict(sample__scouts_per_image=2)),
+        (NFT, TWO | SIGNAL | dict(sample__scouts_per_image=2)),
         *((f"{NFT},{name}", ONE) for name in ("awm", "dgpo", "elbo", "ram", "crd")),
     ],
-    table.DPO: [("shapes_qwenimage_dpo,online", TWO)],
+    table.DPO: [("shapes_qwenimage_dpo,online", TWO | SIGNAL)],
     table.DISTILL: [
         (f"{WINDOW},distill", TWO | dict(sample__flash_ratio=0.5)),
         (f"{WINDOW},distill", ONE | dict(sample__sde_window_size=2, sample__sde_window_range=(0, 3))),
@@ -91,10 +92,11 @@ AT_THEIR_DEFAULT = {
         "train.beta",
         "train.guidance_scale",
         "sample.baseline",
+        "sample.prompt_weights",
     }
     | {setting.key for setting in table.SETTINGS if setting.read_in == "advantages"},  # for the weights alone
     table.REFL: FINGERPRINT
-    | {"frames", "sample.baseline", "train.reward_aggregation", "train.inner_epochs"}
+    | {"frames", "sample.baseline", "sample.prompt_weights", "train.reward_aggregation", "train.inner_epochs"}
     # By evaluations, whose shortcuts are those of a rollout's completions.
     | {"eval.flash_ratio", "sample.flash_solver"},
 }

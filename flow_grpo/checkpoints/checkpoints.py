@@ -38,6 +38,7 @@ class Progress(NamedTuple):
     reference_moves: int = 0  # how often the reference became the policy
     evaluations_since: int = 0  # epochs completed at the first evaluation that can be compared with later ones
     evaluation: dict | None = None  # how the run evaluates, as `best.settings_of` says; None = it does not
+    prompt_signals: dict[str, float] | None = None  # as PromptSignal has them; None = prompts are not drawn by them
 
 
 def training_state(transformer: nn.Module, optimizer: torch.optim.AdamW, ema: Ema | None) -> dict[str, Tensor]:

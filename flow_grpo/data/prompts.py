@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flow_grpo.algorithms.batch_plan import BatchPlan
+from flow_grpo.algorithms.prompt_signal import weighted_draw
 from flow_grpo.base import folders, locations, rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
@@ -164,8 +166,16 @@ def with_absolute_sources(prompts: list[Prompt]) -> list[Prompt]:
     return located
 
 
-def epoch_prompts(num_prompts: int, per_epoch: int, seed: int, epoch: int) -> list[int]:
-    """Return which `per_epoch` of `num_prompts` prompts an epoch draws, from shuffled passes over all of them."""
+def epoch_prompts(num_prompts: int, per_epoch: int, seed: int, epoch: int, weights: Tensor | None = None) -> list[int]:
+    """Return which `per_epoch` of `num_prompts` prompts an epoch draws.
+
+    Args:
+        weights: [num_prompts] float64, above 0, by which different prompts are drawn; None = from shuffled passes over
+            all of them.
+    """
+    if weights is not None:
+        assert per_epoch <= num_prompts, "an epoch draws a prompt once"
+        return weighted_draw(weights, per_epoch, rng.generator(seed, "prompts by weight", epoch))
     picks = []
     passes: dict[int, list[int]] = {}
     for draw in range(epoch * per_epoch, (epoch + 1) * per_epoch):
@@ -178,14 +188,23 @@ def epoch_prompts(num_prompts: int, per_epoch: int, seed: int, epoch: int) -> li
 
 
 def epoch_batches(
-    prompts: list[Prompt], plan: BatchPlan, seed: int, epoch: int, rank: int, world_size: int
+    prompts: list[Prompt],
+    plan: BatchPlan,
+    seed: int,
+    epoch: int,
+    rank: int,
+    world_size: int,
+    weights: Tensor | None = None,
 ) -> Iterator[PlannedBatch]:
     """Yield this rank's batches; each prompt is repeated `plan.group_size` times.
 
     Neighbours in the order of all images share a batch, and batch n goes to rank n % world_size, so that a batch holds
     the same images on any number of GPUs.
+
+    Args:
+        weights: of the prompts, as in `epoch_prompts`.
     """
-    picks = epoch_prompts(len(prompts), plan.num_groups, seed, epoch)
+    picks = epoch_prompts(len(prompts), plan.num_groups, seed, epoch, weights)
     for number in range(rank, plan.batches_per_epoch * world_size, world_size):
         images = range(number * plan.batch_size, (number + 1) * plan.batch_size)
         groups = [image // plan.group_size for image in images]

@@ -8,6 +8,8 @@ a dict whose "score" [B] is the reward and whose other entries [B] are logged be
 A file may also have
 - RANGE: the lowest and the highest score there can be. A score of the file beyond it is an error, and one of a server
   is clipped to it.
+- TYPICAL_RANGE: the scores of a failure and of a success, where RANGE is wider or has no end. A run that draws prompts
+  by their signal measures spreads by it (sample.prompt_weights).
 - check_prompts(prompts, metadata), which refuses prompts that it cannot score.
 - labels(images, metadata): a dict of [B] int64, -1 = none, of what a prompt's images may differ in. Evaluations log
   its entropy.
@@ -63,18 +65,24 @@ def _file_names() -> set[str]:
     return {module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg}
 
 
-def register(name: str, score: Callable, score_pixels: Callable | None = None) -> None:
+def register(
+    name: str,
+    score: Callable,
+    score_pixels: Callable | None = None,
+    limits: tuple[float, float] | None = None,
+) -> None:
     """Make a function a reward of this process, for a notebook or other code that calls a script's `main(config)`.
 
     The function takes and returns what a file's `score` does, and `score_pixels` what that of its
-    `load_differentiable` does; without it the reward has no gradient. Raise UserError if a file has that name.
+    `load_differentiable` does; without it the reward has no gradient. `limits` is a file's RANGE. Raise UserError if a
+    file has that name.
     """
     if name in _file_names() or not name.isidentifier():
         raise UserError(f"a reward cannot be registered as {name!r}: it is a file's name, or no name for a setting")
-    if score_pixels is None:
-        REGISTERED[name] = SimpleNamespace(load=lambda device: score)
-    else:
-        REGISTERED[name] = SimpleNamespace(load=lambda device: score, load_differentiable=lambda device: score_pixels)
+    module = SimpleNamespace(load=lambda device: score, RANGE=limits)
+    if score_pixels is not None:
+        module = SimpleNamespace(load=module.load, RANGE=limits, load_differentiable=lambda device: score_pixels)
+    REGISTERED[name] = module
 
 
 def reward_names() -> list[str]:
@@ -269,12 +277,29 @@ def bounds(name: str) -> tuple[float, float]:
     They are infinite for a reward that has no file here, or whose RANGE is None. Raise UserError for a RANGE that is no
     pair of numbers in order.
     """
-    limits = getattr(_module(name), "RANGE", None) if name in reward_names() else None
+    return _range_of(name, "RANGE")
+
+
+def span(name: str) -> float:
+    """Return how far a success scores above a failure: the width of the file's TYPICAL_RANGE, or else of its RANGE.
+
+    It is infinite where neither says it. Raise UserError for one that is no pair of numbers in order.
+    """
+    lowest, highest = _range_of(name, "TYPICAL_RANGE")
+    if math.isinf(highest - lowest):
+        lowest, highest = _range_of(name, "RANGE")
+    return highest - lowest
+
+
+def _range_of(name: str, attribute: str) -> tuple[float, float]:
+    """Return a range of scores that a reward's file states, infinite where it states none. Raise UserError for one that
+    is no pair of numbers in order."""
+    limits = getattr(_module(name), attribute, None) if name in reward_names() else None
     if limits is None:
         return -math.inf, math.inf
     if not _is_range(limits):
         raise UserError(
-            f"RANGE of reward {name!r} is {quoted(limits)}; it must be the lowest and the highest score, such as "
+            f"{attribute} of reward {name!r} is {quoted(limits)}; it must be the lowest and the highest score, such as "
             "(0.0, 1.0), or None"
         )
     lowest, highest = limits

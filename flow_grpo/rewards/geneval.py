@@ -17,6 +17,7 @@ from flow_grpo.base.formatting import quoted
 from flow_grpo.rewards.clients import pickled
 
 RANGE = (-math.inf, 1.0)
+TYPICAL_RANGE = (0.0, 1.0)
 
 
 def check_prompts(prompts: list[str], metadata: list[dict]) -> None:

@@ -124,7 +124,7 @@ def describe(experiment: Experiment, num_extra: int) -> str:
         _run_length(config, batch_plan),
         *evaluations(config, prompts.evaluated),
         *gpu(config, plan.gpu),
-        _looks(plan),
+        _looks(config, plan),
         _data(experiment),
         f"transformer: {plan.weights / 1e9:.3g} billion weights; {_millions(plan.trained_weights)} million are trained",
         f"checkpoints: {rounded(plan.checkpoint_gb)} GB each, {rounded(plan.disk_gb)} GB while one is written, the "
@@ -249,11 +249,14 @@ def _millions(count: int) -> str:
     return f"{float(f'{count / 1e6:.4g}'):,.10g}"
 
 
-def _looks(plan: Plan) -> str:
+def _looks(config: Config, plan: Plan) -> str:
     """Line about how often a prompt is drawn; "" without prompts."""
     if not plan.prompts:
         return ""
-    return f"prompts: each of {plan.prompts:,} is drawn {rounded(plan.looks_per_prompt)} times in the run"
+    line = f"prompts: each of {plan.prompts:,} is drawn {rounded(plan.looks_per_prompt)} times in the run"
+    if config.sample.prompt_weights == "signal":
+        line += " on average, those whose images score differently more often"
+    return line
 
 
 def _data(experiment: Experiment) -> str:

@@ -29,6 +29,9 @@ def log_epoch(run: Run, epoch: int) -> None:
     config.max_hours whether the run goes on: `run.stopped`. Raises Interrupted, after it has saved the run, if a signal
     has asked for its end."""
     update.log_by_step(run)
+    # Not before, so that a signal in mid-epoch saves what completed epochs have seen.
+    if run.prompt_signal:
+        run.prompt_signal.complete_epoch()
     run.epoch = epoch + 1
     run.first_step = run.step
     run.epoch_metrics["forwards"] = sum(distributed.gather_objects([run.num_forwards]))
@@ -94,7 +97,9 @@ def comparable_epochs(run: Run, epoch: int) -> list[health.Epoch]:
     lines.append({"kind": "epoch", "epoch": epoch, **run.epoch_metrics})
     epochs = []
     for judged in health.by_epoch(lines, run.config):
-        comparable = judged.number >= run.inputs.rewards_since
+        # Prompts that are drawn by their signal are harder ones later on.
+        same_prompts = run.config.sample.prompt_weights == "uniform"
+        comparable = judged.number >= run.inputs.rewards_since and same_prompts
         epochs.append(judged if comparable else judged._replace(reward=None))
     return epochs
 

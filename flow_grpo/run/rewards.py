@@ -17,6 +17,7 @@ from flow_grpo.algorithms.advantages import (
     stats_of_sum,
 )
 from flow_grpo.algorithms.disagreement import overrated
+from flow_grpo.algorithms.prompt_signal import PromptSignal, Visit, effective_number, in_order, signals_of_prompts
 from flow_grpo.base import distributed
 from flow_grpo.base.pixels import film_strips, to_pictures
 from flow_grpo.base.prompt import captions_of
@@ -107,6 +108,8 @@ def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
     """
     rewards = gather(run, submitted)
     rewards = rewards._replace(diversity=_measure_latents(run, submitted, rewards))
+    if run.prompt_signal:
+        _note_visits(run, run.prompt_signal, rewards, _all_image_numbers(submitted))
     if run.config.sample.baseline == "all":
         rewards = rewards._replace(groups=torch.zeros_like(rewards.groups))
     _log(run, epoch, rewards)
@@ -188,6 +191,12 @@ def _image_numbers(submitted: list[Submitted]) -> list[int]:
     return numbers
 
 
+def _all_image_numbers(submitted: list[Submitted]) -> Tensor:
+    """Numbers of all ranks' submitted images, [all] int64, in the order of their scores: rank by rank, each rank's
+    sorted."""
+    return distributed.gather(torch.tensor(sorted(_image_numbers(submitted))))
+
+
 def _order(submitted: list[Submitted]) -> Tensor:
     """Order that sorts the rows of submitted images by the images' numbers, [B] int64."""
     return torch.tensor(_image_numbers(submitted)).argsort()
@@ -213,15 +222,41 @@ def scout(run: Run, epoch: int, noisy_steps: sampling.NoisySteps) -> list[int] |
     scores = rewards.scores["avg"]
     run.epoch_metrics["reward/scouts"] = scores.nanmean().item()
 
-    # Scores are joined rank by rank, each rank's in the order of its scouts' numbers: put them in the order of all.
-    numbers = distributed.gather(torch.tensor(sorted(_image_numbers(submitted))))
-    by_number = torch.empty_like(scores).index_copy(0, numbers, scores)
+    by_number = torch.empty_like(scores).index_copy(0, _all_image_numbers(submitted), scores)
 
     # A group's scouts are neighbours, so that a place in the group tells a scout's number.
     by_group = by_number.view(plan.num_groups, -1)
     first_of_group = torch.arange(plan.num_groups)[:, None] * by_group.shape[1]
     chosen = first_of_group + best_and_worst_indices(by_group, plan.group_size)
     return chosen.flatten().tolist()
+
+
+def _note_visits(run: Run, signal: PromptSignal, rewards: Rewards, image_numbers: Tensor) -> None:
+    """Note what an epoch's rewards say of its prompts, alike on every rank, and log it. It counts when the epoch is
+    over.
+
+    Args:
+        image_numbers: [all] int64, in the order of the scores.
+    """
+    num_outcomes = len(rewards.groups) // len(image_numbers)
+    prompts = (image_numbers // run.plan.group_size).repeat_interleave(num_outcomes)
+    means = signals_of_prompts(
+        {name: in_order(values, image_numbers) for name, values in rewards.scores.items()},
+        dict(run.config.reward_fn),
+        in_order(rewards.groups, image_numbers),
+        in_order(prompts, image_numbers),
+        signal.span,
+    )
+
+    # The main rank's, so that processors whose sums differ in a bit draw the same prompts.
+    means = distributed.broadcast_object(means)
+    picks = run.picks
+    for group, mean in means.items():
+        signal.visits.append(Visit(run.prompts.train[picks[group]].digest, mean))
+    weights = run.prompt_weights
+    assert weights is not None, "prompts are drawn by their signal"
+    run.epoch_metrics["prompts/effective_number"] = effective_number(weights)
+    run.epoch_metrics["prompts/signal"] = sum(means.values()) / max(len(means), 1)
 
 
 def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> Tensor:

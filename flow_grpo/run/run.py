@@ -14,6 +14,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from flow_grpo.algorithms import batch_plan
+from flow_grpo.algorithms.prompt_signal import PromptSignal
 from flow_grpo.algorithms.ratio_statistics import FirstRatios
 from flow_grpo.algorithms.rollout import TrainedRows
 from flow_grpo.base import signals
@@ -106,6 +107,7 @@ class Run:
     meter: Meter  # means of what the update adds, until the next optimizer step
     embed_one: Callable[[Prompt], Condition]  # of one prompt, one row, cached
     scheduler: Any  # the rollout's, with timesteps set
+    prompt_signal: PromptSignal | None = None  # by which prompts are drawn; None = none  <- wait, log_epoch, resume
     started_s: float = field(default_factory=lambda: time.monotonic())  # the clock when weights were loaded
     epoch: int = 0  # epochs completed  <- log_epoch, resume
     step: int = 0  # optimizer steps  <- optimizer_step, resume
@@ -141,6 +143,22 @@ class Run:
         if self.loaded_pool is None:
             raise RuntimeError("this run makes no image, so it has loaded no reward that could score one")
         return self.loaded_pool
+
+    @property
+    def prompt_weights(self) -> Tensor | None:
+        """Weights of the training prompts by which this epoch draws them, [P] float64; None = it draws them in shuffled
+        passes over all of them."""
+        if self.prompt_signal is None:
+            return None
+        return self.prompt_signal.weights(prompt.digest for prompt in self.prompts.train)
+
+    @property
+    def picks(self) -> list[int]:
+        """Training prompts that this epoch draws: the index of each group's prompt."""
+        num_prompts = len(self.prompts.train)
+        return prompts.epoch_prompts(
+            num_prompts, self.plan.num_groups, self.config.seed, self.epoch, self.prompt_weights
+        )
 
     @property
     def size(self) -> Size:

@@ -65,7 +65,9 @@ def batches(run: Run, epoch: int, scouts_per_image: int = 0) -> Iterable[Planned
             batch_size=scouts_per_image * plan.batch_size,
             group_size=scouts_per_image * plan.group_size,
         )
-    of_rank = prompts.epoch_batches(run.prompts.train, plan, run.config.seed, epoch, run.rank, run.world_size)
+    of_rank = prompts.epoch_batches(
+        run.prompts.train, plan, run.config.seed, epoch, run.rank, run.world_size, run.prompt_weights
+    )
     return run.board.bar(of_rank, f"epoch {epoch + 1}, {name}", total=plan.batches_per_epoch)
 
 

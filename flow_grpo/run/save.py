@@ -65,6 +65,7 @@ def _save_state(
         reference_moves=run.reference.num_moves if run.reference else 0,
         evaluations_since=run.evaluations_since,
         evaluation=evaluation,
+        prompt_signals=run.prompt_signal.signals if run.prompt_signal else None,
     )
     checkpoints.save(folder, tensors, progress, config=run.config.to_dict(), keep=keep, extra_files=extra_files)
 

@@ -1,5 +1,6 @@
 """Start of a run: refuse everything that a user can get wrong, then load weights, then resume."""
 
+import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -10,8 +11,10 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
+from flow_grpo.algorithms.prompt_signal import PromptSignal
 from flow_grpo.base import distributed, folders, locations, signals
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import checks
 from flow_grpo.data import captioned_images, embedding_cache, prompts
@@ -196,7 +199,38 @@ def _load(
         meter=Meter(ranks.device),
         embed_one=embed_one,
         scheduler=model.schedule(config.sample.num_steps, training_size(config)),
+        prompt_signal=prompt_signal(config),
     )
+
+
+def check_prompt_weights(config: Config, prompts: list[Prompt]) -> None:
+    """Raise UserError where prompts cannot be drawn by their signal: there are no more than an epoch draws, or a reward
+    has no range that its spread could be compared with."""
+    if config.sample.prompt_weights == "uniform":
+        return
+    per_epoch = config.sample.num_prompts_per_epoch
+    if len(prompts) <= per_epoch:
+        raise UserError(
+            f"config.sample.prompt_weights is 'signal', which chooses among prompts, but an epoch draws {per_epoch} "
+            f"(config.sample.num_prompts_per_epoch) and {quoted(config.dataset)} has {len(prompts)}; set fewer, or "
+            "'uniform'"
+        )
+    for name in config.reward_fn:
+        if not 0 < rewards.span(name) < math.inf:
+            raise UserError(
+                f"config.sample.prompt_weights is 'signal', which compares the spread of rewards with their range, but "
+                f"reward {name!r} has none; set 'uniform', which loses nothing where images hardly ever score alike, "
+                "or give the file of a reward of your own RANGE = (LOWEST, HIGHEST)"
+            )
+
+
+def prompt_signal(config: Config) -> PromptSignal | None:
+    """Return the signal by which a run draws prompts, before any was drawn; None where all are drawn alike."""
+    sample = config.sample
+    if sample.prompt_weights == "uniform":
+        return None
+    span = sum(abs(weight) * rewards.span(name) for name, weight in config.reward_fn.items())
+    return PromptSignal(sample.prompt_weight_decay, sample.prompt_weight_floor, span)
 
 
 def _load_rewards(experiment: Experiment, device: torch.device) -> Pool | None:
@@ -273,6 +307,7 @@ def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[P
     if config.evaluates:
         model.check_steps(config.eval.num_steps, "config.eval.num_steps")
     texts = _load_prompts(config, stored_prompts)
+    check_prompt_weights(config, texts.train)
     scored = []
     for file in texts.files:
         scored += file.prompts
@@ -379,7 +414,10 @@ def _encoded_prompts(experiment: Experiment) -> list[Prompt]:
     config = experiment.config
     texts = experiment.prompts
     encoded = []
-    if texts.drawn:
+    if texts.drawn and config.sample.prompt_weights == "signal":
+        # Which ones it draws is known when rewards are.
+        encoded += texts.train
+    elif texts.drawn:
         for epoch in range(config.num_epochs):
             picks = prompts.epoch_prompts(len(texts.train), experiment.plan.num_groups, config.seed, epoch)
             encoded += [texts.train[pick] for pick in picks]

@@ -11,7 +11,7 @@ from flow_grpo.algorithms.flow_matching import noised, velocity_error
 from flow_grpo.algorithms.rollout import Minibatch, Rollout, Rows, StepRows, StoredSteps, TrainedRows, shuffled_updates
 from flow_grpo.base import distributed, rng
 from flow_grpo.base.formatting import quoted
-from flow_grpo.data import captioned_images, prompts
+from flow_grpo.data import captioned_images
 from flow_grpo.data.preferences import Pairs
 from flow_grpo.diffusers_patch.sde_with_logprob import SDEStep, sde_step_with_logprob
 from flow_grpo.monitoring import metrics
@@ -345,6 +345,5 @@ def _raise_not_finite(run: Run, grad_norm: Tensor) -> NoReturn:
 
 def _image_name(run: Run, image: int) -> str:
     """Name an image of the epoch by its global number and its prompt."""
-    picks = prompts.epoch_prompts(len(run.prompts.train), run.plan.num_groups, run.config.seed, run.epoch)
-    prompt = run.prompts.train[picks[image // run.plan.group_size]]
+    prompt = run.prompts.train[run.picks[image // run.plan.group_size]]
     return f"image {image} ({quoted(prompt.text)})"

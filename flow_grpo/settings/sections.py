@@ -117,6 +117,32 @@ class Sample(Section):
     num_images_per_prompt: int = setting(8, min=1, max=10**4)
     """Group size; in train_*_pr.py, trunks per prompt."""
 
+    prompt_weights: Literal["uniform", "signal"] = setting(
+        "uniform",
+        used_by=COMPARED,
+        when=(
+            ("preferences.path", ""),
+            ("sample.baseline", "group", "prompt"),
+            ("train.reward_aggregation", "sum"),
+            ("train.diversity_weight", 0.0),
+        ),
+    )
+    """How an epoch draws its prompts: uniform = in shuffled passes over all of them; signal = different ones, by how
+    much their images' rewards differ, which is p (1 - p) for rewards of 0 and 1 of which a share p is 1. A prompt that
+    was never drawn counts as one of p = 1/2."""
+
+    prompt_weight_decay: float = setting(
+        0.5, min=0, max=0.999, used_by=COMPARED, when=(("sample.prompt_weights", "signal"),)
+    )
+    """What a visit leaves of a prompt's mean signal: with 0.5, a prompt whose images score alike is drawn half as often
+    after each visit."""
+
+    prompt_weight_floor: float = setting(
+        0.05, min=1e-4, max=1, used_by=COMPARED, when=(("sample.prompt_weights", "signal"),)
+    )
+    """Weight that a prompt keeps however alike its images score, relative to that of p = 1/2, so that each is drawn
+    again."""
+
     batch_size: int = setting(16, unit="rows", min=1, max=MAX_BATCH_SIZE)
     """Rows per forward and GPU wherever a log-prob is computed: rollout and update."""
 
