@@ -19,9 +19,9 @@ from flow_grpo.command_line import checks
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.size import training_size
-from flow_grpo.run import evaluate, update
-from flow_grpo.settings import config_files
-from flow_grpo.weights import load_weights, model_files, policies
+from flow_grpo.run import evaluate, startup, update
+from flow_grpo.settings import config_files, table
+from flow_grpo.weights import load_weights, model_files, policies, quantisation
 
 LATER = "train_flux2_klein", "train_flux2_klein_9b_pr", "train_flux2_klein_nft", "train_qwenimage_21_pr"
 SD3 = pytest.param("train_sd3_dpo", marks=pytest.mark.slow)  # whose table of positions takes eight seconds
@@ -74,6 +74,18 @@ def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(scrip
         load_weights.check_model(settings.model, settings.lora, family)
         model_files.check_weights(config.model, family)
         assert all(weight.is_meta for weight in family.empty_transformer(config.model).parameters())
+
+
+@pytest.mark.parametrize("base_precision", ["", "fp8_weights"])
+def test_weights_that_are_on_no_disk_are_laid_out_as_they_are(base_precision):
+    class Drawn(MODELS["qwenimage"]):
+        ON_DISK = False
+
+    model = Drawn(loaded("qwenimage").pipeline, torch.device("cpu"))
+    before = model.transformer.img_in.weight.clone()
+    startup.lay_out(table.typed(config_of("shapes_qwenimage", base_precision=base_precision)), model, None)
+    assert torch.equal(model.transformer.img_in.weight, before)
+    assert quantisation.precision_of(model.transformer) == base_precision
 
 
 def arguments(*words):

@@ -51,10 +51,6 @@ def random_model(name: str, sizes: Mapping[str, dict] = MappingProxyType({})) ->
             return cls.without_weights(folder).transformer
 
         @staticmethod
-        def transformer_folder(folder):
-            return None
-
-        @staticmethod
         def text_version(folder, memory=None):
             return {}
 

@@ -38,12 +38,7 @@ def fill_model(
             the model's own.
         init: the adapter's first weights; None = by config.lora.
     """
-    if weights is not None:
-        stored = StoredWeights(weights)
-    elif config.lora.base:
-        stored = StoredWeights(model.transformer_folder(config.model), base_lora.read(config.lora.base, type(model)))
-    else:
-        stored = StoredWeights(model.transformer_folder(config.model))
+    stored = _stored_weights(config, model) if weights is None else StoredWeights(weights)
     quantisation.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
     fsdp_utils.prepare(
         model.network,
@@ -55,3 +50,13 @@ def fill_model(
         init=init or policies.adapter_init(config.lora, config.seed),
         offload=mesh is not None and config.fsdp.offload == "weights",
     )
+
+
+def _stored_weights(config: Config, model: FlowModel) -> StoredWeights | None:
+    """Return the model's own weights, with those of config.lora.base; None for a model that comes with its weights."""
+    if not model.ON_DISK:
+        return None
+    folder = model.transformer_folder(config.model)
+    if not config.lora.base:
+        return StoredWeights(folder)
+    return StoredWeights(folder, base_lora.read(config.lora.base, type(model)))
