@@ -19,7 +19,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
-from flow_grpo.diffusers_patch.condition import Condition
+from flow_grpo.diffusers_patch.condition import SOURCES, Condition
 from flow_grpo.diffusers_patch.sde_with_logprob import Schedule
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import compilation
@@ -68,7 +68,8 @@ class FlowModel(ABC):
     CUDNN_ATTENTION: ClassVar[bool]  # whether cuDNN's attention is safe
     CUTS_PADDING: ClassVar[bool] = False  # whether text that is padding is masked, so that it may be cut
     FRAMES_PER_LATENT: ClassVar[int] = 0  # of a video, for which a latent behind the first stands; 0 = it draws images
-    MOST_SOURCES: ClassVar[int] = 0  # images to be edited that a prompt may have; where not 0, it has one or more
+    MOST_SOURCES: ClassVar[int] = 0  # images to be edited that a prompt may have
+    NEEDS_SOURCE: ClassVar[bool] = True  # where it may have some, whether it must; else it is drawn without one
     ENCODERS: ClassVar[tuple[str, ...]] = ("text_encoder*", "tokenizer*", "processor*")  # folders of what `encode` uses
     IN_COMFYUI: ClassVar[bool] = True  # whether ComfyUI knows diffusers' names of layers, as exported LoRAs have them
     COMPILES_DECODER: ClassVar[bool] = True  # whether the VAE's decoder is one graph
@@ -172,12 +173,19 @@ class FlowModel(ABC):
         """Raise UserError for a number of steps, a setting `name`, that the weights cannot take. Needs no weight."""
 
     def check_sources(self, prompts: list[Prompt]) -> None:
-        """Raise UserError for a prompt whose number of source images the model does not take. Needs no weight."""
-        least = min(self.MOST_SOURCES, 1)
+        """Raise UserError for a prompt whose number of source images the model does not take, and for prompts whose
+        sources differ in number or shape, which could share no forward. Needs no weight."""
+        least = 1 if self.MOST_SOURCES and self.NEEDS_SOURCE else 0
         for prompt in prompts:
             if not least <= len(prompt.sources) <= self.MOST_SOURCES:
-                takes = f"1 to {self.MOST_SOURCES} source images" if self.MOST_SOURCES else "no source image"
+                takes = f"{least} to {self.MOST_SOURCES} source images" if self.MOST_SOURCES else "no source image"
                 raise UserError(f"{self.NAME} takes {takes}; {quoted(prompt.text)} has {len(prompt.sources)}")
+        check_one_shape(prompts, self.source_sizes)
+
+    def source_sizes(self, prompt: Prompt) -> tuple[tuple[int, int], ...]:
+        """Width and height in pixels at which the transformer sees each source of a prompt; for models that take some.
+        Needs no weight."""
+        return ()
 
     def check_prompts(self, prompts: list[Prompt], width: int | None) -> None:
         """Raise UserError for a prompt of more tokens than `encode` keeps at this width. Needs tokenizers only."""
@@ -236,6 +244,15 @@ class FlowModel(ABC):
         negative_rows = [encoded[prompt.digest] for prompt in negatives]
         return replace(condition, negative=Condition.stack(negative_rows))
 
+    def with_sources(self, condition: Condition, prompt: Prompt) -> Condition:
+        """Add the latents [1, c, h, w] of a prompt's sources to its condition of one row."""
+        latents = {}
+        for name, picture, (width, height) in zip(SOURCES, prompt.pictures(), self.source_sizes(prompt)):
+            # Pixels are [1, 3, H, W] in [-1, 1].
+            pixels = self.pipeline.image_processor.preprocess(picture, height, width)
+            latents[name] = self.encode_pictures(pixels.to(self.device))
+        return replace(condition, **latents)
+
     def grid(self, size: Size) -> tuple[int, int]:
         """Rows and columns of the transformer's image tokens, of 2 x 2 latents each."""
         side = self.pipeline.vae_scale_factor * 2
@@ -270,7 +287,14 @@ class FlowModel(ABC):
     def row_shapes(self, size: Size, width: int, prompt: Prompt | None = None) -> dict[str, tuple[int, ...]]:
         """Shape of one row of the latents and of each field of a Condition, as encode_images and encode make them;
         `prompt` is an example, for models that take sources. Needs no weight."""
-        return {"latents": self.latent_shape(size), **self.text_shapes(width)}
+        shapes = {"latents": self.latent_shape(size), **self.text_shapes(width)}
+        if prompt is not None:
+            for name, (source_width, source_height) in zip(SOURCES, self.source_sizes(prompt)):
+                # A token's channels are those of 2 x 2 latents.
+                channels = self.transformer_config["in_channels"] // 4
+                factor = self.pipeline.vae_scale_factor
+                shapes[name] = (channels, source_height // factor, source_width // factor)
+        return shapes
 
     def noise(self, size: Size, generators: list[torch.Generator]) -> Tensor:
         """Draw standard normal latents [B, ...] float32, row b from generators[b]."""
@@ -400,12 +424,17 @@ class FlowModel(ABC):
         z = self.features(latents, size) / vae.config.scaling_factor + vae.config.shift_factor
         return vae.decode(z.to(vae.dtype), return_dict=False)[0]
 
-    def encode_batch(self, images: Tensor) -> Tensor:
-        """Encode images [B, 3, H, W] in [-1, 1], or videos, to their most likely latents [B, ...] float32; here images,
-        by such a VAE."""
+    def encode_pictures(self, images: Tensor) -> Tensor:
+        """Encode images [B, 3, H, W] in [-1, 1] to their most likely latents as pictures [B, c, h, w] float32, which
+        those of sources are, too; here by such a VAE."""
         vae = self.pipeline.vae
         z = vae.encode(images.to(vae.dtype)).latent_dist.mode().float()
-        z = (z - vae.config.shift_factor) * vae.config.scaling_factor
+        return (z - vae.config.shift_factor) * vae.config.scaling_factor
+
+    def encode_batch(self, images: Tensor) -> Tensor:
+        """Encode images [B, 3, H, W] in [-1, 1], or videos, to their most likely latents [B, ...] float32; here
+        images."""
+        z = self.encode_pictures(images)
         if self.PICTURES:
             return z
         return self.pipeline._pack_latents(z, *z.shape)
@@ -436,6 +465,19 @@ class FlowModel(ABC):
         num_frames = images.shape[1:-3].numel()
         parts = images.split(max(batch_size // num_frames, 1))
         return torch.cat([self.encode_batch(part * 2 - 1).float() for part in parts])
+
+
+def check_one_shape(prompts: list[Prompt], sizes_of: Callable[[Prompt], tuple[tuple[int, int], ...]]) -> None:
+    """Raise UserError for prompts whose sources do not all have one number and shape."""
+    prompt_of_sizes = {sizes_of(prompt): prompt for prompt in prompts}
+    if len(prompt_of_sizes) < 2:
+        return
+    examples = []
+    for sizes, prompt in list(prompt_of_sizes.items())[:2]:
+        examples.append(f"{sizes} of {quoted(prompt.text)}")
+    raise UserError(
+        f"sources of all prompts must have one number and shape (width, height), not {' and '.join(examples)}"
+    )
 
 
 def _to_unit(images: Tensor) -> Tensor:

@@ -80,9 +80,8 @@ class QwenImage(FlowModel):
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
         return decoded(self.pipeline, self.features(latents, size))
 
-    def encode_batch(self, images: Tensor) -> Tensor:
-        z = encoded(self.pipeline, images)
-        return self.pipeline._pack_latents(z, *z.shape)
+    def encode_pictures(self, images: Tensor) -> Tensor:
+        return encoded(self.pipeline, images)
 
 
 def encoded(pipeline: DiffusionPipeline, images: Tensor) -> Tensor:

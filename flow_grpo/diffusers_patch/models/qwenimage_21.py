@@ -196,12 +196,11 @@ class QwenImage21(FlowModel):
     def decode_batch(self, latents: Tensor, size: Size) -> Tensor:
         return on_white(decoded(self.pipeline, self.features(latents, size)))
 
-    def encode_batch(self, images: Tensor) -> Tensor:
+    def encode_pictures(self, images: Tensor) -> Tensor:
         """Encode opaque images."""
         # Alpha is a fourth channel.
         opaque = F.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)
-        z = encoded(self.pipeline, opaque)
-        return self.pipeline._pack_latents(z, *z.shape)
+        return encoded(self.pipeline, opaque)
 
 
 def on_white(images: Tensor) -> Tensor:

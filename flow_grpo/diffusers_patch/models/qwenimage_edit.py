@@ -20,8 +20,8 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch.condition import SOURCES, Condition
-from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.diffusers_patch.models.qwenimage import QwenImage, encoded
+from flow_grpo.diffusers_patch.flow_model import FlowModel, check_one_shape
+from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.diffusers_patch.size import Size
 
 # Longer side of a source over its shorter one that the text encoder's processor takes.
@@ -83,75 +83,47 @@ class QwenImageEdit(QwenImage):
     ENCODERS = (*FlowModel.ENCODERS, "vae")
 
     def check_sources(self, prompts: list[Prompt]) -> None:
-        """Raise UserError also for prompts whose sources differ in number or shape, which could share no forward."""
+        """Raise UserError also for a source of which the text encoder, or the transformer, sees next to nothing."""
         super().check_sources(prompts)
-        prompt_of_sizes = {}
+        check_one_shape(prompts, self._seen_sizes)
         for prompt in prompts:
-            sizes = (self._sizes(prompt, "source_pixels"), self._sizes(prompt, "seen_pixels"))
-            self._check_aspects(prompt, sizes)
-            prompt_of_sizes[sizes] = prompt
-        if len(prompt_of_sizes) > 1:
-            examples = []
-            for (source_sizes, _), prompt in list(prompt_of_sizes.items())[:2]:
-                examples.append(f"{source_sizes} of {quoted(prompt.text)}")
-            raise UserError(
-                f"sources of all prompts must have one number and shape (width, height), not {' and '.join(examples)}"
-            )
+            self._check_aspects(prompt, self.source_sizes(prompt))
+            self._check_aspects(prompt, self._seen_sizes(prompt))
 
-    def _check_aspects(self, prompt: Prompt, sizes: tuple[tuple[tuple[int, int], ...], ...]) -> None:
+    def _check_aspects(self, prompt: Prompt, resized_sizes: tuple[tuple[int, int], ...]) -> None:
         """Raise UserError for a source of which a side would have no pixel, or too few beside the other."""
-        for source_sizes in sizes:
-            for (width, height), resized in zip(prompt.source_sizes(), source_sizes):
-                if max(resized) > MOST_ASPECT * min(resized):
-                    raise UserError(
-                        f"a source of {quoted(prompt.text)} has {width} x {height} pixels, and {self.NAME} would see "
-                        f"{resized[0]} x {resized[1]} of them: crop it to sides more alike"
-                    )
+        for (width, height), resized in zip(prompt.source_sizes(), resized_sizes):
+            if max(resized) > MOST_ASPECT * min(resized):
+                raise UserError(
+                    f"a source of {quoted(prompt.text)} has {width} x {height} pixels, and {self.NAME} would see "
+                    f"{resized[0]} x {resized[1]} of them: crop it to sides more alike"
+                )
 
-    def _sizes(self, prompt: Prompt, pixels: str) -> tuple[tuple[int, int], ...]:
-        """Width and height of the prompt's sources at so many pixels, a setting of the pipeline's."""
-        area = self.pipeline.config[pixels]
-        return tuple(calculate_dimensions(area, width / height) for width, height in prompt.source_sizes())
+    def source_sizes(self, prompt: Prompt) -> tuple[tuple[int, int], ...]:
+        return _sizes(prompt, self.pipeline.config["source_pixels"])
+
+    def _seen_sizes(self, prompt: Prompt) -> tuple[tuple[int, int], ...]:
+        """Width and height of the prompt's sources as the text encoder sees them."""
+        return _sizes(prompt, self.pipeline.config["seen_pixels"])
 
     def read_text(self, prompt: Prompt) -> str:
         """Return the sources, each as the tokens that the text encoder sees it by, and the prompt."""
         processor = self.pipeline.processor
-        heights_and_widths = [(height, width) for width, height in self._sizes(prompt, "seen_pixels")]
+        heights_and_widths = [(height, width) for width, height in self._seen_sizes(prompt)]
         counts = processor._get_num_multimodal_tokens(heights_and_widths)["num_image_tokens"]
         text = ""
         for number, count in enumerate(counts, start=1):
             text += f"Picture {number}: <|vision_start|>{processor.image_token * count}<|vision_end|>"
         return text + prompt.text
 
-    def row_shapes(self, size: Size, width: int, prompt: Prompt | None = None) -> dict[str, tuple[int, ...]]:
-        """Shapes also of the sources of such prompts as this one."""
-        shapes = super().row_shapes(size, width, prompt)
-        if prompt is None:
-            return shapes
-        # A token's channels are those of 2 x 2 latents.
-        channels = self.transformer_config["in_channels"] // 4
-        factor = self.pipeline.vae_scale_factor
-        for name, (source_width, source_height) in zip(SOURCES, self._sizes(prompt, "source_pixels")):
-            shapes[name] = (channels, source_height // factor, source_width // factor)
-        return shapes
-
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
         """Take the last states of the text encoder, which sees the sources, and the sources' latents."""
         pipeline = self.pipeline
-        processor = pipeline.image_processor
-        pictures = prompt.pictures()
         seen_pictures = []
-        for picture, (seen_width, seen_height) in zip(pictures, self._sizes(prompt, "seen_pixels")):
-            seen_pictures.append(processor.resize(picture, seen_height, seen_width))
+        for picture, (seen_width, seen_height) in zip(prompt.pictures(), self._seen_sizes(prompt)):
+            seen_pictures.append(pipeline.image_processor.resize(picture, seen_height, seen_width))
         embeds, _ = pipeline.encode_prompt(prompt.text, seen_pictures, pipeline.text_encoder.device)
-
-        latents = {}
-        sizes = self._sizes(prompt, "source_pixels")
-        for name, picture, (source_width, source_height) in zip(SOURCES, pictures, sizes):
-            # Pixels are [1, 3, H, W] in [-1, 1].
-            pixels = processor.preprocess(picture, source_height, source_width)
-            latents[name] = encoded(pipeline, pixels.to(self.device))
-        return Condition(embeds, **latents)
+        return self.with_sources(Condition(embeds), prompt)
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         # Tokens of the image, then those of its sources; grids are frames, rows and columns of tokens of 2 x 2 latents.
@@ -163,3 +135,8 @@ class QwenImageEdit(QwenImage):
             grids.append((1, source.shape[2] // 2, source.shape[3] // 2))
         velocity = self.transformed(torch.cat(tokens, 1), t, condition, grids)
         return velocity[:, : x.shape[1]]
+
+
+def _sizes(prompt: Prompt, pixels: int) -> tuple[tuple[int, int], ...]:
+    """Width and height of the prompt's sources at about so many pixels, each at its own aspect ratio."""
+    return tuple(calculate_dimensions(pixels, width / height) for width, height in prompt.source_sizes())
