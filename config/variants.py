@@ -15,19 +15,18 @@ from flow_grpo.settings.table import default_config
 
 
 class Task(NamedTuple):
-    """Task that a shipped model has learned."""
+    """Task of prompts that are shipped."""
 
-    rewards: tuple[str, ...]  # that score its prompts, the rule first
+    rewards: tuple[str, ...]  # that score them, the rule first
     dataset: str
     text_tokens: int
 
 
-# By the model's folder. The other tiny models have learned nothing.
-TASKS = {
-    registry.tiny_folder("qwenimage"): Task(("shapes", "shapes_proxy"), "dataset/shapes", default_config().text_tokens),
-    registry.tiny_folder("qwenimage_edit"): Task(("edits",), "dataset/edits", 25),
-}
+SHAPES = Task(("shapes", "shapes_proxy"), "dataset/shapes", default_config().text_tokens)
+EDITS = Task(("edits",), "dataset/edits", 25)
 
+# By the folder of the model that has learned it. The other tiny models have learned nothing.
+TASKS = {registry.tiny_folder("qwenimage"): SHAPES, registry.tiny_folder("qwenimage_edit"): EDITS}
 
 # Of videos of tiny models: two latents of each model.
 SMOKE_FRAMES = 5
@@ -107,14 +106,17 @@ def _replace_model(config: ConfigDict) -> None:
 
 
 def _replace_task(config: ConfigDict) -> None:
-    """Put a data set and rewards that are shipped in the place of those that are not on this machine."""
-    tiny = default_config()
-    task = TASKS.get(config.model, Task((), tiny.dataset, tiny.text_tokens))
+    """Put a data set and rewards that are shipped in the place of those that are not on this machine.
+
+    Prompts have images to be edited where the model takes such.
+    """
+    task = EDITS if registry.edits(config.model) else SHAPES
     if not Path(locations.resolve(config.dataset)).is_dir():
         config.dataset = task.dataset
         config.text_tokens = task.text_tokens
     # The reward of a task refuses the prompts of another one.
-    learned = task.rewards if config.dataset == task.dataset else ()
+    has_learned = TASKS.get(config.model) == task and config.dataset == task.dataset
+    learned = task.rewards if has_learned else ()
     other_tasks = set()
     for other in TASKS.values():
         other_tasks.update(set(other.rewards) - set(learned))

@@ -1,6 +1,7 @@
 """Editing: the task and its reward, sources on their way to rewards and sheets, and pairs with sources."""
 
 import json
+import shutil
 from functools import partial
 
 import draw_edits
@@ -10,6 +11,7 @@ from PIL import Image
 from refused import assert_refused
 from small import MODELS, config_of, lines_of, loaded, prepare, random_images, train
 
+from config.variants import smoke
 from flow_grpo.base import rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import from_picture, to_pictures
@@ -21,6 +23,7 @@ from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring import sheets
 from flow_grpo.rewards import detection
 from flow_grpo.rewards import edits as reward
+from flow_grpo.settings.table import default_config
 
 NFT = "editreward_qwenimage_edit_nft"
 DPO = "edits_qwenimage_edit_dpo"
@@ -176,7 +179,25 @@ def test_every_algorithm_trains_on_sources_and_shows_them(name, tmp_path):
     source = picture.crop((0, 0, picture.height, picture.height)).resize((64, 64))
     (expected,) = prompt.pictures()
     assert (from_picture(source) - from_picture(expected)).abs().mean() < 0.05
-    assert "test/edits_accuracy" in lines_of(folder, "test")[0]
+    is_scored_by_the_rule = "edits" in config_of(name).reward_fn
+    assert ("test/edits_accuracy" in lines_of(folder, "test")[0]) == is_scored_by_the_rule
+
+
+def test_smoke_gives_prompts_with_sources_to_the_models_that_take_some_and_to_no_others(tmp_path):
+    for name, family in MODELS.items():
+        shipped = registry.tiny_folder(name)
+        # A model of one's own is in a folder that nobody knows by its name.
+        own = shutil.copytree(shipped, tmp_path / name)
+        for folder in (shipped, str(own)):
+            config = default_config()
+            config.model = folder
+            config.dataset = "dataset/not_here"
+            smoke(config)
+            prompts = load_prompts(config.dataset, "train")
+            model = family.without_weights(folder)
+            model.check_sources(prompts)
+            model.check_prompts(prompts, config.text_tokens)
+            assert bool(prompts[0].sources) == bool(family.MOST_SOURCES)
 
 
 def test_pairs_of_image_files_have_the_sources_that_their_lines_name(tmp_path):

@@ -1,6 +1,9 @@
 """Registry of models: the only list of them. model_classes.py imports their classes, and so torch."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from flow_grpo.base import folders, locations
 
 
 class Entry(NamedTuple):
@@ -8,6 +11,7 @@ class Entry(NamedTuple):
 
     file: str  # NAME of models/NAME.py and of assets/tiny_NAME; also the model's name in configs
     name: str  # of the class
+    edits: bool = False  # whether a prompt may have images to be edited, as its MOST_SOURCES says
 
 
 class Weights(NamedTuple):
@@ -22,7 +26,7 @@ class Weights(NamedTuple):
 # By the class of the diffusers pipeline. Benchmarks put a class in an entry's place.
 MODELS: dict[str, Entry | Any] = {
     "QwenImagePipeline": Entry("qwenimage", "QwenImage"),
-    "QwenImageEditPlusPipeline": Entry("qwenimage_edit", "QwenImageEdit"),
+    "QwenImageEditPlusPipeline": Entry("qwenimage_edit", "QwenImageEdit", edits=True),
     "StableDiffusion3Pipeline": Entry("sd3", "StableDiffusion3"),
     "FluxPipeline": Entry("flux", "Flux"),
     "ZImagePipeline": Entry("zimage", "ZImage"),
@@ -75,6 +79,15 @@ def published(model: str) -> Weights | None:
         if weights.hub_id == model:
             return weights
     return None
+
+
+def edits(folder: str) -> bool:
+    """Return whether prompts of the model in a diffusers folder may have images to be edited. Imports no class."""
+    index = Path(locations.resolve(folder), "model_index.json")
+    if not index.is_file():
+        return False
+    entry = MODELS.get(str(folders.read_json(index).get("_class_name")))
+    return isinstance(entry, Entry) and entry.edits
 
 
 def tiny_folder(name: str) -> str:
