@@ -224,6 +224,18 @@ def editreward_qwenimage_edit_pr() -> ConfigDict:
     return models.qwenimage_edit(pickscore_qwenimage_pr())
 
 
+def editreward_flux_kontext() -> ConfigDict:
+    """Flow-GRPO on FLUX.1-Kontext-dev, 512 px, by EditReward: steps, noise and guidance as published for counting."""
+    config = models.flux_kontext()
+    config.sample.sde_window_size = 0
+    return config
+
+
+def editreward_flux_kontext_pr() -> ConfigDict:
+    """TempFlow-GRPO on FLUX.1-Kontext-dev, 512 px."""
+    return branching(models.flux_kontext())
+
+
 def branching(config: ConfigDict) -> ConfigDict:
     """4 trunks per prompt, 6 branches at every step but the last."""
     config.algorithm = PR
@@ -397,6 +409,8 @@ RUNS = (
     edits_qwenimage_edit_pr,
     editreward_qwenimage_edit,
     editreward_qwenimage_edit_pr,
+    editreward_flux_kontext,
+    editreward_flux_kontext_pr,
 )
 # Variants are applied in this order, whatever order the command line has.
 VARIANTS = (

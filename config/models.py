@@ -137,6 +137,23 @@ def flux_schnell(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def flux_kontext() -> ConfigDict:
+    """FLUX.1-Kontext-dev, which edits, with FLUX.1-dev's settings but for the guidance; 8 prompts of 8 images.
+
+    A source takes as many tokens of the transformer as an image of 1024 x 1024 pixels, four times those of an image.
+    """
+    config = flux()
+    config.model = registry.hub_id("flux_kontext")
+    config.dataset = "dataset/editing"
+    config.reward_fn = {"editreward": 1.0}
+    config.compile = True
+    config.sample.guidance_scale = config.eval.guidance_scale = 2.5
+    config.sample.num_prompts_per_epoch = 8
+    config.sample.num_images_per_prompt = 8
+    config.sample.batch_size = 4
+    return config
+
+
 def flux2_klein() -> ConfigDict:
     """The 4 B FLUX.2-klein: it was distilled to 4 steps without guidance.
 

@@ -125,6 +125,14 @@ def editreward_qwenimage_edit_nft() -> ConfigDict:
     return models.qwenimage_edit(pickscore_qwenimage_nft())
 
 
+def editreward_flux_kontext_nft() -> ConfigDict:
+    """DiffusionNFT on FLUX.1-Kontext-dev, 512 px; its guidance is an input, not a second forward, and stays at 2.5."""
+    config = forward(models.flux_kontext())
+    config.sample.guidance_scale = config.eval.guidance_scale = 2.5
+    config.sample.num_steps = 10
+    return config
+
+
 def forward(config: ConfigDict) -> ConfigDict:
     """Set what every run shares: no noise and no guidance in the rollout, advantages over the whole epoch's std.
 
@@ -230,6 +238,7 @@ RUNS = (
     pickscore_wan_nft,
     edits_qwenimage_edit_nft,
     editreward_qwenimage_edit_nft,
+    editreward_flux_kontext_nft,
 )
 VARIANTS = (
     long,

@@ -157,6 +157,10 @@ NOT_OURS = "", ""  # said of no run: of other programs, or of how tests are writ
 REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of its test, and words of it
     "Each refused setting is a row of": NOT_OURS,
     "A sentence that says what is refused needs an entry": NOT_OURS,
+    "prompts whose images cannot share a batch are refused": (
+        "test_edits.py",
+        '"other sides", lambda: checks("flux_kontext"',
+    ),
     "settings that Euler's class ignores is refused": ("test_model_files.py", "UniPC"),
     "A `score` that sets the default dtype is refused": ("test_rewards.py", "set torch's default dtype"),
     "in between cuts the graph, which is refused": ("test_local_rewards.py", "without a graph"),

@@ -145,6 +145,9 @@ def test_what_no_run_could_use_is_refused(tmp_path):
         ("none", lambda: checks("qwenimage_edit", []), ["1 to 3"]),
         ("too many", lambda: checks("qwenimage_edit", ["square.png"] * 4), ["1 to 3", "4"]),
         ("not taken", lambda: checks("qwenimage", ["square.png"]), ["no source"]),
+        ("more than one", lambda: checks("flux_kontext", ["square.png"] * 2), ["0 to 1", "2"]),
+        ("some without", lambda: checks("flux_kontext", ["square.png"], []), ["number", "((64, 64),)", "()"]),
+        ("other sides", lambda: checks("flux_kontext", ["square.png"], ["wide.png"]), ["64, 64", "80, 32"]),
     ]
     for bad in bad_edits:
         rows.append((str(bad), partial(reward.check_prompts, ["a"], [good | bad]), [good["prompt"]]))
@@ -158,6 +161,9 @@ def test_what_no_run_could_use_is_refused(tmp_path):
         pytest.param("edits_qwenimage_edit_pr", marks=pytest.mark.slow),
         pytest.param(NFT, marks=pytest.mark.slow),
         pytest.param(DPO, marks=pytest.mark.slow),
+        "editreward_flux_kontext",
+        pytest.param("editreward_flux_kontext_pr", marks=pytest.mark.slow),
+        pytest.param("editreward_flux_kontext_nft", marks=pytest.mark.slow),
     ],
 )
 def test_every_algorithm_trains_on_sources_and_shows_them(name, tmp_path):

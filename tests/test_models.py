@@ -12,6 +12,7 @@ import pytest
 import torch
 import warm
 from diffusers import UniPCMultistepScheduler
+from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from huggingface_hub import constants
 from PIL import Image
@@ -72,6 +73,8 @@ def small_sources(monkeypatch):
     """Sources of diffusers' own pipeline are as small as those of the tiny model."""
     for name in ("VAE_IMAGE_SIZE", "CONDITION_IMAGE_SIZE"):
         monkeypatch.setattr(pipeline_qwenimage_edit_plus, name, SIZE.height * SIZE.width)
+    small = [(width // 16, height // 16) for width, height in pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS]
+    monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", small)
 
 
 @pytest.fixture(params=MODELS)
@@ -346,6 +349,20 @@ def test_three_sources_of_shapes_of_their_own_are_seen_as_by_diffusers():
             model.check_sources(wrong)
     with pytest.raises(UserError, match="no source image"):
         loaded("qwenimage").encode(prompts)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("box", [(0, 0, 120, 60), (0, 0, 50, 90), None], ids=["wide", "high", "none"])
+def test_flux_kontext_sees_a_source_at_the_size_that_its_pipeline_prefers_and_draws_without_one(box):
+    model = loaded("flux_kontext", torch_dtype=torch.float64)
+    pixels = torch.randint(0, 256, (90, 120, 3), generator=generators(1)[0], dtype=torch.uint8).numpy()
+    sources = () if box is None else (Image.fromarray(pixels).crop(box),)
+    prompts = [Prompt("a red circle", {}, sources)]
+    condition = model.encode(prompts)
+    assert_diffusers_own(model, prompts, condition, guidance_scale=2.5)
+    shapes = model.row_shapes(SIZE, condition.num_tokens, prompts[0])
+    encoded_shapes = {name: tuple(tensor.shape[1:]) for name, tensor in condition.tensors().items()}
+    assert encoded_shapes == {name: shape for name, shape in shapes.items() if name != "latents"}
 
 
 @torch.no_grad()

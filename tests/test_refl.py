@@ -392,7 +392,7 @@ def test_every_model_trains_by_the_rollouts_velocities(name, more, how, tmp_path
     data = few_prompts(tmp_path / "prompts", splits=("train", "test", "validation"), name=name)
     of_model = dict(model=registry.tiny_folder(name), dataset=data, text_tokens=40)
     of_model |= GUIDED if "train__detach_negative" in more else {}
-    if name == "flux" and more:
+    if MODELS[name].NEGATIVE_PROMPT is None:
         # Its guidance is an input.
         more = {key: value for key, value in more.items() if key != "train__detach_negative"}
     updates, _ = first_lines(train(f"{NAME},leap", tmp_path / "runs", **how | ONE | of_model | more))

@@ -60,6 +60,7 @@ from transformers import (
 
 from flow_grpo.command_line import command_line
 from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch.models.flux_kontext import SOURCE_PIXELS, FluxKontextPipeline
 from flow_grpo.diffusers_patch.models.qwenimage_21 import QwenImage21Pipeline, TextProcessor
 from flow_grpo.diffusers_patch.models.qwenimage_edit import QwenImageEditPlusPipeline
 from flow_grpo.plan.sketch import transformer_sizes
@@ -125,6 +126,8 @@ PUBLISHED = dict(
     wan_vae={},
     wan=transformer_sizes("Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
 )
+TINY["flux_kontext"] = TINY["flux"]
+PUBLISHED["flux_kontext"] = PUBLISHED["flux"]
 PUBLISHED["klein_text"] = PUBLISHED["qwen3"]
 KLEIN_9B = dict(
     klein_text=PUBLISHED["qwen3"] | dict(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
@@ -199,6 +202,13 @@ def flux(sizes: dict, make: Callable) -> FluxPipeline:
         text_encoder_2=make(lambda: t5_encoder(sizes), torch.bfloat16),
         tokenizer_2=t5_tokenizer(),
     )
+
+
+def flux_kontext(sizes: dict, make: Callable) -> FluxKontextPipeline:
+    """Return FLUX.1-Kontext; the tiny one sees a source at 64 x 64 pixels."""
+    source_pixels = 64 * 64 if sizes is TINY else SOURCE_PIXELS
+    pipeline = flux(sizes | dict(flux=sizes["flux_kontext"]), make)
+    return FluxKontextPipeline(**pipeline.components, source_pixels=source_pixels)
 
 
 def zimage(sizes: dict, make: Callable) -> ZImagePipeline:

@@ -43,15 +43,26 @@ class Flux(FlowModel):
         shapes["pooled"] = (self.transformer_config["pooled_projection_dim"],)
         return shapes
 
+    def positions(self, rows: int, columns: int) -> Tensor:
+        """Positions [rows * columns, 3] of a picture's tokens: the picture's number, here 0, row and column."""
+        return FluxPipeline._prepare_latent_image_ids(1, rows, columns, self.device, torch.float32)
+
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        """Give the transformer `guidance_scale` as an input; FLUX.1-schnell, which has none, ignores it."""
+        return self.transformed(x, t, condition, guidance_scale, self.positions(*self.grid(size)))
+
+    def transformed(
+        self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, positions: Tensor
+    ) -> Tensor:
+        """Run a forward of tokens [B, N, C] at `positions` [N, 3].
+
+        The transformer has `guidance_scale` as an input; FLUX.1-schnell, which has none, ignores it.
+        """
         transformer = self.transformer
         assert condition.pooled is not None
         dtype = transformer.x_embedder.weight.dtype
         guidance = None
         if transformer.config.guidance_embeds:
             guidance = torch.full_like(t, guidance_scale)
-        rows, columns = self.grid(size)
         velocity = transformer(
             hidden_states=x.to(dtype),
             timestep=t / 1000,
@@ -59,7 +70,7 @@ class Flux(FlowModel):
             encoder_hidden_states=condition.text_embeds.to(dtype),
             pooled_projections=condition.pooled.to(dtype),
             txt_ids=torch.zeros(condition.num_tokens, 3, device=x.device, dtype=dtype),
-            img_ids=FluxPipeline._prepare_latent_image_ids(1, rows, columns, x.device, dtype),
+            img_ids=positions.to(dtype),
             return_dict=False,
         )[0]
         return velocity.float()
