@@ -49,6 +49,8 @@ class Network(torch.nn.Module):
         self.call = call
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
+        # Here, too, since it may be enabled at any time.
+        loading.check_parallelism(self.transformer)
         return self.call(x, t, condition.dense(), guidance_scale, size)
 
 
@@ -79,6 +81,7 @@ class FlowModel(ABC):
     GIVES_SIGMAS: ClassVar[bool] = True  # whether its pipeline gives its scheduler 1, ..., 1 / num_steps to shift
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device, transformer_config: Mapping | None = None):
+        loading.check_parallelism(pipeline.transformer)
         self.pipeline = pipeline
         self.device = device
         self.transformer_config = transformer_config or pipeline.transformer.config

@@ -240,6 +240,23 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def check_parallelism(transformer: Any) -> None:
+    """Raise UserError for a transformer on which diffusers' context or tensor parallelism was enabled.
+
+    The attention that we put in the place of diffusers' knows nothing of it: under context parallelism a rank would
+    attend to its own tokens alone, and every velocity be wrong.
+    """
+    parallel = getattr(transformer, "_parallel_config", None)
+    if parallel is None:
+        return
+    kind = "context" if parallel.context_parallel_config is not None else "tensor"
+    raise UserError(
+        f"{type(transformer).__name__} has diffusers' {kind} parallelism (enable_parallelism), which this program does "
+        "not compute with: its ranks draw other images each, and a split image's tokens would attend to those of their "
+        "own rank alone; load it without, and split weights by config.fsdp.mode 'shard'"
+    )
+
+
 def compile_decoder(pipeline: DiffusionPipeline) -> None:
     """Have the decoder compiled on its first use; from now on FlowModel.decode gives it one shape."""
     if pipeline.vae is not None:
