@@ -427,6 +427,8 @@ VARIANTS = (
     variants.large_gpu,
     eight_bit_base,
     variants.four_bit_base,
+    variants.px1024,
+    variants.px1328,
     distill,
     variants.smoke,
 )

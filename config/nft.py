@@ -252,6 +252,8 @@ VARIANTS = (
     elbo,
     ram,
     crd,
+    variants.px1024,
+    variants.px1328,
     variants.smoke,
 )
 

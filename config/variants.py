@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from flow_grpo.algorithms.batch_plan import loss_of_whole_groups
+from flow_grpo.algorithms.batch_plan import loss_of_whole_groups, smaller_batch
 from flow_grpo.base import locations
 from flow_grpo.diffusers_patch import registry
-from flow_grpo.settings.table import default_config
+from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
+from flow_grpo.settings.table import NFT, default_config
 
 
 class Task(NamedTuple):
@@ -70,6 +71,42 @@ def four_bit_base(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def px1024(config: ConfigDict) -> ConfigDict:
+    """Images of 1024 x 1024 pixels, four times as many as 512 x 512: a quarter of the rows, half of the clip range."""
+    return _of_side(config, 1024)
+
+
+def px1328(config: ConfigDict) -> ConfigDict:
+    """Images of 1328 x 1328 pixels, Qwen-Image's own size: a seventh of the rows, 0.39 of the clip range."""
+    return _of_side(config, 1328)
+
+
+def _of_side(config: ConfigDict, side: int) -> ConfigDict:
+    """Square images, with as many tokens in each forward as before, and a clip range for means over more numbers."""
+    growth = side * side / (config.height * config.width)
+    config.height = side
+    config.width = side
+    sample = config.sample
+    sample.batch_size = smaller_batch(sample, config.train, sample.batch_size / growth)
+    if sample.completion_batch_size:
+        sample.completion_batch_size = max(int(sample.completion_batch_size / growth), 1)
+    config.eval.batch_size = max(int(config.eval.batch_size / growth), 1)
+    config.vae_batch_size = max(int(config.vae_batch_size / growth), 1)
+
+    # Log-ratios are means over the numbers of a latent, and spread as 1 / sqrt(numbers): docs/algorithms/flow_grpo.md.
+    if _reads_clip_range(config):
+        config.train.clip_range = float(f"{config.train.clip_range / growth**0.5:.2g}")
+    return config
+
+
+def _reads_clip_range(config: ConfigDict) -> bool:
+    """Return whether the chosen loss clips a ratio."""
+    loss = OBJECTIVES[config.train.objective]
+    if config.algorithm == NFT:
+        loss = FORWARD_OBJECTIVES[config.train.forward_objective]
+    return "clip_range" in loss.reads
+
+
 def smoke(config: ConfigDict) -> ConfigDict:
     """The same algorithm in seconds: two epochs, two prompts, fewer steps. What is not on this machine is replaced."""
     _replace_model(config)
@@ -93,9 +130,13 @@ def smoke(config: ConfigDict) -> ConfigDict:
 
 def _replace_model(config: ConfigDict) -> None:
     """Put the tiny model of the same class in the place of one that is not on this machine."""
-    if Path(locations.resolve(config.model)).is_dir():
-        return
     tiny = default_config()
+    if Path(locations.resolve(config.model)).is_dir():
+        # Another size than its own was chosen by a variant.
+        if config.model == registry.tiny_like(config.model):
+            config.height = tiny.height
+            config.width = tiny.width
+        return
     config.model = registry.tiny_like(config.model)
     for key in ("height", "width", "precision", "vae_precision", "attention", "compile", "cache_dir"):
         config[key] = tiny[key]

@@ -23,7 +23,7 @@ NUMBER = r"-?\d+(?:\.\d+)?(?:e-?\d+)?"
 TEXTS = r'"[^"]*"(?:(?:,| or|, or| and) "[^"]*")*'
 OUTSIDE = {  # names that are none of this repository's: of shells, of other programs, of examples that pages make up
     *("datasets", "nohup", "tmux", "pip", "rejected"),
-    *("load_lora_weights", "set_adapters", "pipeline.fuse_lora()"),
+    *("load_lora_weights", "enable_parallelism", "set_adapters", "pipeline.fuse_lora()"),
     *("config/base.py", "config/dgx.py", "scripts/finetune/finetune_flux_grpo.sh", "pickscore_sfw"),
     *("scripts/finetune/finetune_flux_grpo_MixGRPO.sh", "scripts/train_reward_weighted.py", "plain_guidance.py"),
     *("table.md", "best_epoch_000021", "_share", "shapes_color_bits", "shapes_position_bits", "shapes_size_bits"),

@@ -104,6 +104,7 @@ SUCCESSORS = ",ram,smoke", ",long,ram", ",crd,smoke", ",large_gpu,crd"
 FORWARD = ",dgpo", ",dgpo,smoke", ",large_gpu,dgpo", ",long,elbo", ",elbo,smoke", *SUCCESSORS
 GPUS = ",large_gpu", ",large_gpu,smoke"
 NOISY = ",guard", ",dppo", ",rsm"
+SIZES = ",px1024", ",px1328", ",large_gpu,px1024", ",large_gpu,px1328", ",px1024,smoke"
 VARIANTS = {
     "grpo": (
         "",
@@ -116,8 +117,9 @@ VARIANTS = {
         ",large_gpu,distill",
         *GPUS,
         *BASES,
+        *SIZES,
     ),
-    "nft": ("", ",smoke", ",signal", ",flash", ",awm", ",awm,smoke", *FORWARD, *GPUS, *BASES),
+    "nft": ("", ",smoke", ",signal", ",flash", ",awm", ",awm,smoke", *FORWARD, *GPUS, *BASES, *SIZES),
     "dpo": ("", ",smoke", ",online", ",online,smoke", ",online,signal"),
     "refl": ("", ",draft", ",leap", ",sparse", ",smoke", ",draft,smoke"),
 }

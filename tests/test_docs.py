@@ -162,6 +162,7 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
         '"other sides", lambda: checks("flux_kontext"',
     ),
     "settings that Euler's class ignores is refused": ("test_model_files.py", "UniPC"),
+    "which splits an image's tokens over GPUs, is refused": ("test_context_parallel.py", "is_refused_when_it_comes"),
     "A `score` that sets the default dtype is refused": ("test_rewards.py", "set torch's default dtype"),
     "in between cuts the graph, which is refused": ("test_local_rewards.py", "without a graph"),
     "which is refused by name where a gradient is needed": ("test_local_rewards.py", "reward_without_a_gradient"),

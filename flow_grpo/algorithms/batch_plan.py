@@ -76,11 +76,7 @@ def plan_batches(config: Config, world_size: int) -> BatchPlan:
             f"timestep_fraction {train.timestep_fraction} of num_steps {sample.num_steps} leaves no denoising step to "
             "train, since the last one never is; raise one of the two"
         )
-    fewest_steps = 1 if _window_is_cut_off(sample) else steps
-    images_together = 1
-    if loss_of_whole_groups(train):
-        images_together = sample.num_images_per_prompt
-    division = Division(fewest_steps, images_together, train.updates_per_epoch)
+    division = _division(sample, train, steps)
     num_images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
     _check_images(sample, num_images, world_size, division)
     _check_updates(config, division)
@@ -92,8 +88,28 @@ def plan_batches(config: Config, world_size: int) -> BatchPlan:
         num_trained_steps=steps,
         num_branches=sample.num_branches,
         updates_per_epoch=train.updates_per_epoch,
-        images_together=images_together,
+        images_together=division.images_together,
     )
+
+
+def _division(sample: Sample, train: Train, steps: int) -> Division:
+    """Return how the rows of a batch divide into updates, where `steps` of each image are trained."""
+    images_together = 1
+    if loss_of_whole_groups(train):
+        images_together = sample.num_images_per_prompt
+    fewest_steps = 1 if _window_is_cut_off(sample) else steps
+    return Division(fewest_steps, images_together, train.updates_per_epoch)
+
+
+def smaller_batch(sample: Sample, train: Train, most: float) -> int:
+    """Return the largest batch size of at most `most` rows that divides sample.batch_size, so that it divides the epoch
+    as that does, and that the updates take; the smallest such one where all have more rows."""
+    division = _division(sample, train, num_trained_steps(sample, train))
+    sizes = [size for size in _divisors(sample.batch_size) if division.takes(size)]
+    fitting = [size for size in sizes if size <= most]
+    if fitting:
+        return fitting[-1]
+    return sizes[0] if sizes else sample.batch_size
 
 
 def _check_images(sample: Sample, num_images: int, world_size: int, division: Division) -> None:

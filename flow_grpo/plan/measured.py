@@ -29,6 +29,7 @@ FREE = {
     ),
     *("lora.alpha", "lora.base", "lora.path", "lora.export_dtype"),
     *("sample.noise_level", "sample.num_prompts_per_epoch", "sample.num_images_per_prompt", "sample.global_std"),
+    *("sample.prompt_weights", "sample.prompt_weight_decay", "sample.prompt_weight_floor"),
     *("sample.baseline", "train.learning_rate", "train.learning_rate_schedule", "train.warmup_updates"),
     *("train.adam_betas", "train.weight_decay", "train.max_grad_norm", "train.clip_range", "train.parity_limit"),
     *("train.adv_clip_max", "train.step_weight", "train.ema_decay"),
