@@ -88,15 +88,27 @@ def test_a_vae_is_trained_by_what_it_decodes_before_it_is_clamped(name, frames):
     assert torch.equal(decoded.clamp(-1, 1), vae.decode(latents).sample)
 
 
+@torch.no_grad()
+def test_the_vae_of_the_tiny_wan_begins_with_what_the_tiny_qwenimages_has_learned():
+    vae = build_tiny_wan.build_pipeline(seed=0).vae
+    picture = draw_shapes.pictures(draw_shapes.shapes_prompts("test")[:2], torch.Generator().manual_seed(0))
+    still = (2 * picture - 1)[:, :, None].expand(-1, -1, 5, -1, -1)
+    latents = vae.encode(still).latent_dist.mean
+    torch.testing.assert_close(latents[:, :, 1], latents[:, :, 0])
+    drawn = vae.decode(latents).sample
+    error = (drawn - still).abs().mean((0, 1, 3, 4))  # of each frame
+    assert (error < 0.02).all(), error
+
+
 @pytest.mark.slow
 def test_the_builder_of_wan_trains_by_flow_matching_with_its_schedulers_shift():
     pipeline = build_tiny_wan.build_pipeline(seed=0)
     model = build_tiny_wan.Wan(pipeline, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     rows = build_tiny_wan.prompts_of("train")[:3]
-    steps = build_tiny_wan.batches(model, rows, generator)
+    steps = build_tiny_wan.batches(model, rows, generator, num_encoded=6)
     x_0, condition = next(steps)
-    assert x_0.shape == (build_tiny_wan.BATCH, *model.latent_shape(build_tiny_wan.SIZE))
+    assert x_0.shape == (6, *model.latent_shape(build_tiny_wan.SIZE))
     loss = build_tiny_wan.flow_matching_loss(model, x_0[:4], condition.take(slice(4)), generator)
     # An untrained transformer predicts next to nothing: the target's own square is left.
     assert 0.5 < loss.item() < 4

@@ -55,6 +55,7 @@ VAE_LR = 2e-3
 KL_WEIGHT = 1e-4
 EDGE_WEIGHT = 1.0
 OBJECT_WEIGHT = 4.0
+SYNC_EVERY = 10  # steps, so that the time is that of steps done and not of steps ordered
 
 # Of the transformer's training.
 BATCH = 512
@@ -153,6 +154,8 @@ def build_pipeline(prompts: list[str], seed: int) -> QwenImagePipeline:
             axes_dims_rope=(8, 12, 12),
         )
         text_encoder = build_text_encoder(tokenizer, seed)
+    with torch.no_grad():  # a narrow posterior to begin with, or its noise drowns the means until they have grown
+        vae.quant_conv.bias[vae.config.z_dim :] -= 6
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,
@@ -215,24 +218,52 @@ def decoded(vae: AutoencoderKLQwenImage | AutoencoderKLWan, latents: Tensor) -> 
 
 
 def vae_loss(
-    vae: AutoencoderKLQwenImage | AutoencoderKLWan, videos: torch.Tensor, generator: torch.Generator
-) -> torch.Tensor:
+    vae: AutoencoderKLQwenImage | AutoencoderKLWan, videos: Tensor, background: Tensor, generator: torch.Generator
+) -> Tensor:
     """Return L1 and L2 on pixels, those of objects weighted up, plus L1 on their differences (edges) and a little KL.
 
     Most pixels are background: unweighted L1 is content with the median colour, and rare colours come out grey.
 
     Args:
         videos: [B, 3, F, R, R] in [-1, 1]; pictures have one frame.
+        background: its colour, [3, 1, 1, 1] in [-1, 1].
     """
     posterior = vae.encode(videos).latent_dist
     noise = torch.randn(posterior.mean.shape, generator=generator, device=videos.device)
     latents = posterior.mean + posterior.std * noise
     error = decoded(vae, latents).float() - videos
-    background = 2 * torch.tensor(shapes.BACKGROUND, device=videos.device)[:, None, None, None] - 1
     weight = 1 + OBJECT_WEIGHT * ((videos - background).abs().amax(1, keepdim=True) > 0.1)
     edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
     kl = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).float().mean()
     return (weight * (error.abs() + error**2)).mean() + EDGE_WEIGHT * edges + KL_WEIGHT * kl
+
+
+def as_cuda_graph(
+    function: Callable[[Tensor], None], example: Tensor, generator: torch.Generator
+) -> Callable[[Tensor], None]:
+    """Record what a function of a batch does on the GPU, and return a function that does it again with another batch.
+
+    A step of a small VAE is thousands of kernels, each of which takes longer to launch than to run. The function is
+    called three times for practice; `generator` is the one that it draws from.
+    """
+    batch = example.clone()
+    practice = torch.cuda.Stream()
+    practice.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(practice):
+        for _ in range(3):
+            function(batch)
+    torch.cuda.current_stream().wait_stream(practice)
+
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        function(batch)
+
+    def replay(new: Tensor) -> None:
+        batch.copy_(new)
+        graph.replay()
+
+    return replay
 
 
 def train_vae(
@@ -243,22 +274,31 @@ def train_vae(
 ) -> int:
     """Train on videos [B, 3, F, R, R] in [-1, 1] for `seconds`, the learning rate falling to zero; record the latents'
     statistics. Return the steps."""
-    device = generator.device.type
-    with torch.no_grad():  # a narrow posterior to begin with, or its noise drowns the means until they have grown
-        vae.quant_conv.bias[vae.config.z_dim :] -= 6
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=VAE_LR, fused=device == "cuda")
-    step = 0
-    start = time.monotonic()
-    progress = 0.0
-    while progress < 1:
-        optimizer.param_groups[0]["lr"] = VAE_LR * min((step + 1) / 100, 1) * 0.5 * (1 + math.cos(math.pi * progress))
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = vae_loss(vae, next(batches), generator)
+    device = generator.device
+    on_gpu = device.type == "cuda"
+    background = 2 * torch.tensor(shapes.BACKGROUND, device=device)[:, None, None, None] - 1
+    lr = torch.zeros((), device=device)  # a tensor, which a CUDA graph reads anew at each step
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=lr, fused=on_gpu, capturable=on_gpu)
+
+    def train_on(videos: Tensor) -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            loss = vae_loss(vae, videos, background, generator)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
         optimizer.step()
+
+    if on_gpu:
+        train_on = as_cuda_graph(train_on, next(batches), generator)
+    step = 0
+    start = time.monotonic()
+    progress = 0.0
+    while progress < 1:
+        lr.fill_(VAE_LR * min((step + 1) / 100, 1) * 0.5 * (1 + math.cos(math.pi * progress)))
+        train_on(next(batches))
         step += 1
+        if step % SYNC_EVERY == 0 and on_gpu:
+            torch.cuda.synchronize()
         progress = (time.monotonic() - start) / seconds
     rounded(vae.requires_grad_(False))
     record_statistics(vae, batches)

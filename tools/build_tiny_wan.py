@@ -2,8 +2,9 @@
 
     python tools/build_tiny_wan.py --out runs/tiny_wan
 
-The text encoder stays as it was drawn; VAE and transformer (flow matching, arXiv:2210.02747) are trained for a given
-time each, on prompts of the training split of dataset/motions. Every evaluation prints strict accuracy on held-out
+The text encoder stays as it was drawn. The VAE begins with the tiny Qwen-Image's weights: from random ones it needs
+minutes to tell shapes apart. It and the transformer (flow matching, arXiv:2210.02747) are trained for a given time
+each, on prompts of the training split of dataset/motions. Every evaluation prints strict accuracy on held-out
 prompts as a JSON line and writes the pipeline to a folder of its own.
 """
 
@@ -25,17 +26,24 @@ from build_tiny_qwenimage import (
     train_vae,
     transformer_steps,
 )
-from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from draw_motions import motion_table, sample_paths, videos
 from draw_shapes import render
 from torch import Tensor
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from flow_grpo.algorithms.flow_matching import velocity_error
-from flow_grpo.base import rng
+from flow_grpo.base import locations, rng
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import command_line
 from flow_grpo.data.prompts import load_prompts
+from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.models.wan import Wan
@@ -48,6 +56,9 @@ TEXT_TOKENS = 32
 SHIFT = 3.0  # of the sigmas, as published for 480 lines
 VAE_BATCH = 24
 BATCH = 256
+NUM_ENCODED = 4 * BATCH
+TIMES_USED = 4
+TINY_QWENIMAGE = locations.resolve(registry.tiny_folder("qwenimage"))
 PROMPTS = Path(__file__).parents[1] / "dataset" / "motions" / "train_metadata.jsonl"
 
 
@@ -75,6 +86,27 @@ def build_text_encoder(tokenizer: T5Tokenizer, seed: int) -> UMT5EncoderModel:
     return rounded(encoder)
 
 
+@torch.no_grad()
+def begin_as_pictures(vae: AutoencoderKLWan) -> None:
+    """Give a VAE the weights of the tiny Qwen-Image's, which is the same network but for four layers in time.
+
+    Each frame is then encoded by itself: kernels do not look back, of two frames that become one the newer is kept, and
+    a frame that becomes two is repeated.
+    """
+    pictures = AutoencoderKLQwenImage.from_pretrained(TINY_QWENIMAGE, subfolder="vae", torch_dtype=torch.float32)
+    in_time, unknown = vae.load_state_dict(pictures.state_dict(), strict=False)
+    assert not unknown, unknown
+    for name, weight in vae.named_parameters():
+        if name in in_time:
+            weight.zero_()
+        if weight.ndim < 5:
+            continue
+        outputs, inputs = weight.shape[:2]
+        weight[:, :, :-1] = 0  # what looks back
+        if name in in_time:
+            weight[:, :, -1, 0, 0] = torch.eye(inputs).repeat(outputs // inputs, 1)
+
+
 def build_pipeline(seed: int) -> WanPipeline:
     """Return Wan at toy size, float32, untrained. 9 frames of 64 x 64 pixels are 48 tokens."""
     tokenizer = t5_tokenizer(PROMPTS)
@@ -90,6 +122,7 @@ def build_pipeline(seed: int) -> WanPipeline:
             text_dim=TEXT_DIM,
         )
         text_encoder = build_text_encoder(tokenizer, seed)
+    begin_as_pictures(vae)
     pipe = WanPipeline(
         tokenizer=tokenizer,
         text_encoder=text_encoder.eval(),
@@ -150,18 +183,27 @@ def flow_matching_loss(model: FlowModel, x_0: Tensor, condition: Condition, gene
 
 
 @torch.no_grad()
-def batches(model: Wan, prompts: list[dict], generator: torch.Generator) -> Iterator[tuple[Tensor, Condition]]:
-    """Yield x_0 of rendered videos with their prompts, endlessly. The share PROMPT_DROPOUT of them has no prompt."""
+def batches(
+    model: Wan, prompts: list[dict], generator: torch.Generator, num_encoded: int = NUM_ENCODED
+) -> Iterator[tuple[Tensor, Condition]]:
+    """Yield x_0 of rendered videos with their prompts, endlessly. The share PROMPT_DROPOUT of them has no prompt.
+
+    Encoding takes longer than a step: of `num_encoded` videos each is used TIMES_USED times, in batches drawn anew.
+    """
     device = model.device
     embeds = []
     for text in [*(prompt["prompt"] for prompt in prompts), ""]:
         embeds.append(model.encode_one(Prompt(text), TEXT_TOKENS).text_embeds)
     embeds = torch.cat(embeds)
-    for index, drawn in rendered(prompts, BATCH, generator):
-        dropped = torch.rand(BATCH, generator=generator, device=device) < PROMPT_DROPOUT
-        text = index.masked_fill(dropped, len(prompts))
+    for index, drawn in rendered(prompts, num_encoded, generator):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            yield model.encode_batch(drawn), Condition(embeds[text])
+            x_0 = model.encode_batch(drawn)
+        for _ in range(TIMES_USED):
+            order = torch.randperm(num_encoded, generator=generator, device=device)
+            for rows in order.split(BATCH):
+                dropped = torch.rand(len(rows), generator=generator, device=device) < PROMPT_DROPOUT
+                text = index[rows].masked_fill(dropped, len(prompts))
+                yield x_0[rows], Condition(embeds[text])
 
 
 def main(args) -> None:
