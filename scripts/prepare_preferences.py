@@ -120,7 +120,7 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.scorers import join_scores
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import stored_config
-from flow_grpo.weights import load_weights, model_files, policies, quantisation
+from flow_grpo.weights import load_weights, model_files, modulation, policies, quantisation
 
 # Settings and sections that decide which pairs are made.
 MADE_BY = (
@@ -158,6 +158,7 @@ def checked_source(editable: ConfigDict, options: Options) -> tuple[Config, Flow
     family = model_classes.resolve(config.model, config.model_class)
     config = model_classes.with_digest(config, family)
     load_weights.check_model(config.model, config.lora, family)
+    modulation.check(config, family)
     empty_model = family.without_weights(config.model)
     empty_model.check_size(training_size(config))
     if options.source:

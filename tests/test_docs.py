@@ -164,6 +164,10 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "settings that Euler's class ignores is refused": ("test_model_files.py", "UniPC"),
     "which splits an image's tokens over GPUs, is refused": ("test_context_parallel.py", "is_refused_when_it_comes"),
     "A `score` that sets the default dtype is refused": ("test_rewards.py", "set torch's default dtype"),
+    "Adapters of these layers, full weights and other models are refused": (
+        "test_refusals.py",
+        "which trains transformer_blocks.0.img_mod.1",
+    ),
     "in between cuts the graph, which is refused": ("test_local_rewards.py", "without a graph"),
     "which is refused by name where a gradient is needed": ("test_local_rewards.py", "reward_without_a_gradient"),
     "A source of another form": ("test_preferences.py", "def test_foreign_source_is_refused"),

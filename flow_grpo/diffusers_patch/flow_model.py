@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from diffusers import DiffusionPipeline
@@ -37,6 +37,13 @@ JOINT_ATTENTION = (
     "attn.add_v_proj",
     "attn.to_add_out",
 )
+
+
+class Modulation(NamedTuple):
+    """Parts of a transformer that see the timestep alone, so that weights.modulation can precompute them."""
+
+    embedding: str  # name of the module that embeds times [B], given the tokens, of which it reads the dtype
+    layers: tuple[tuple[str, str], ...]  # ends of the names of an activation of it, and of the linear layer behind it
 
 
 class Network(torch.nn.Module):
@@ -76,6 +83,7 @@ class FlowModel(ABC):
     IN_COMFYUI: ClassVar[bool] = True  # whether ComfyUI knows diffusers' names of layers, as exported LoRAs have them
     COMPILES_DECODER: ClassVar[bool] = True  # whether the VAE's decoder is one graph
     ATTENTIONS: ClassVar[tuple[str, ...]] = ()  # values of config.attention besides "" that `fuse` understands
+    MODULATION: ClassVar[Modulation | None] = None  # where it is many weights that see the timestep alone
     NEGATIVE_PROMPT: ClassVar[str | None] = ""  # what guidance leads away from; None = it is no second forward
     ON_DISK: ClassVar[bool] = True  # whether its weights are files of config.model; a benchmark draws them
     GIVES_SIGMAS: ClassVar[bool] = True  # whether its pipeline gives its scheduler 1, ..., 1 / num_steps to shift
@@ -87,6 +95,7 @@ class FlowModel(ABC):
         self.transformer_config = transformer_config or pipeline.transformer.config
         self.network = Network(pipeline.transformer, self.forward)
         self.detach_negative = False  # whether velocities have no gradient by their negative forward
+        self.known_timesteps: Tensor | None = None  # [T] f32, on the CPU, of a precomputed modulation; None = any
 
     @classmethod
     def load(
@@ -305,7 +314,19 @@ class FlowModel(ABC):
 
     def schedule(self, num_steps: int, size: Size) -> Schedule:
         """Copy the pipeline's scheduler, with `timesteps` [T] and `sigmas` [T + 1] set for images of this size."""
-        return self._schedule_of(num_steps, num_steps, size)
+        schedule = self._schedule_of(num_steps, num_steps, size)
+        known = self.known_timesteps
+        if known is not None and not torch.isin(schedule.timesteps.cpu(), known).all():
+            raise UserError(
+                f"{num_steps} steps at {size} have timesteps for which config.precompute_modulation has computed "
+                "nothing: it knows those of config.sample.num_steps and config.eval.num_steps at the run's size; set "
+                "False"
+            )
+        return schedule
+
+    def transformer_times(self, timesteps: Tensor) -> Tensor:
+        """Return all times that the transformer embeds for velocities at timesteps [T], where it has MODULATION."""
+        return timesteps / 1000
 
     def noise_levels(self, num_steps: int, size: Size) -> Tensor:
         """Timesteps [1000] f32 of the whole forward process, shifted as those of `num_steps` sampled steps are. Raises

@@ -18,6 +18,7 @@ from flow_grpo.plan.forwards import Forwards, of_epoch, of_evaluation
 from flow_grpo.plan.row_cost import ModelSize, RowCost
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
+from flow_grpo.weights import modulation
 
 FILE = locations.PACKAGE / "assets" / "rates.json"
 GIB = 2**30
@@ -78,9 +79,11 @@ def work_of(config: Config, plan: BatchPlan, family: type[FlowModel], prompt: Pr
     shapes = model.row_shapes(pixels, config.text_tokens, prompt)
     cost, width = row_cost.count(model, transformer, pixels, shapes)
     update_scale = config.train.guidance_scale or config.sample.guidance_scale
+    saving = modulation.saving(config, model, transformer)
+    size = row_cost.model_size(transformer, config.lora, family, width)
     return Work(
         cost=cost,
-        size=row_cost.model_size(transformer, config.lora, family, width),
+        size=size._replace(freed=saving.weights, table=saving.numbers),
         forwards=of_epoch(config, plan, family),
         num_images=plan.num_images,
         guided=family.is_guided(update_scale) and not config.train.detach_negative,
@@ -96,12 +99,12 @@ def gib(config: Config, work: Work, rates: Rates) -> float:
     """Return the GiB that an epoch takes of each of config.dry_run GPUs at its peak."""
     size = work.size
     is_sharded = config.fsdp.mode != "replicate"
-    share = 1 / config.dry_run if is_sharded and config.dry_run else 1.0
-    number_bytes = 4 if config.precision == "fp32" else 2
-    block_weights = size.weights / max(size.blocks, 1)
+    share = _share(config)
+    number_bytes = _number_bytes(config)
+    block_weights = size.held / max(size.blocks, 1)
 
     # Weights: frozen ones in their precision, trained ones with their gradients, moments and average.
-    frozen = size.weights if config.lora.rank else 0
+    frozen = size.held if config.lora.rank else 0
     total = frozen * BASE_BYTES.get(config.base_precision, number_bytes) * share
     total += size.trained * _state_bytes(config) * share
     if config.fsdp.offload == "weights":
@@ -110,6 +113,7 @@ def gib(config: Config, work: Work, rates: Rates) -> float:
     elif not config.lora.rank and is_sharded:
         # Gathered blocks, and the gradient of one before it is reduced.
         total += 3 * block_weights * number_bytes
+    total += size.table * number_bytes
 
     # A merged copy is there while a compiled forward with a log-prob keeps what its backward would need.
     if config.compile and "merged" in config.sample.rollout_weights and work.forwards.exact:
@@ -119,6 +123,24 @@ def gib(config: Config, work: Work, rates: Rates) -> float:
     rows = config.sample.batch_size * (2 if work.guided else 1)
     total += rows * _activation_numbers(config, work, rates) * number_bytes
     return total / GIB + rates.gib_fixed
+
+
+def freed_gib(config: Config, size: ModelSize) -> float:
+    """Return the GiB of each GPU that tables of the modulation save."""
+    number_bytes = _number_bytes(config)
+    freed = size.freed * BASE_BYTES.get(config.base_precision, number_bytes) * _share(config)
+    return (freed - size.table * number_bytes) / GIB
+
+
+def _number_bytes(config: Config) -> int:
+    """Bytes of a number in the run's precision."""
+    return 4 if config.precision == "fp32" else 2
+
+
+def _share(config: Config) -> float:
+    """Share of the weights that lies on each of config.dry_run GPUs."""
+    is_sharded = config.fsdp.mode != "replicate"
+    return 1 / config.dry_run if is_sharded and config.dry_run else 1.0
 
 
 def _state_bytes(config: Config) -> int:
@@ -168,7 +190,7 @@ def epoch_s(config: Config, work: Work, rates: Rates) -> float:
     fast_ms = rates.ms_bf16 if "merged" in config.sample.rollout_weights else weights_ms
     milliseconds = weights_ms * (forwards.exact + forwards.frozen + trained) / batch_size
     milliseconds += fast_ms * forwards.fast / fast_rows
-    seconds += milliseconds * size.weights / 1e12
+    seconds += milliseconds * size.held / 1e12
     return seconds + work.num_images * _decode_s(config, rates)
 
 

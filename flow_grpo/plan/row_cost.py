@@ -37,6 +37,13 @@ class ModelSize(NamedTuple):
     trained: int
     blocks: int
     width: int  # of the widest tokens that enter a block
+    freed: int = 0  # weights that tables of the modulation stand in for
+    table: int = 0  # numbers of these tables
+
+    @property
+    def held(self) -> int:
+        """Number of weights that a forward reads."""
+        return self.weights - self.freed
 
 
 def count(

@@ -70,6 +70,8 @@ class Plan(NamedTuple):
     looks_per_prompt: float  # epochs in which a prompt is drawn
     weights: int
     trained_weights: int
+    freed_weights: int  # by precompute_modulation
+    freed_gib: float  # of each GPU, less the tables in their place
     checkpoint_gb: float
     disk_gb: float
     gpu: GpuFigures
@@ -102,6 +104,8 @@ def plan_of(experiment: Experiment, num_extra: int) -> Plan:
         looks_per_prompt=config.num_epochs * plan.num_groups / num_prompts if num_prompts else 0.0,
         weights=work.size.weights,
         trained_weights=work.size.trained,
+        freed_weights=work.size.freed,
+        freed_gib=estimate.freed_gib(config, work.size),
         checkpoint_gb=checkpoint_bytes(config, policy_bytes, num_extra) / GB,
         disk_gb=disk_bytes(config, policy_bytes, num_extra) / GB,
         gpu=gpu_figures(experiment, work),
@@ -127,6 +131,7 @@ def describe(experiment: Experiment, num_extra: int) -> str:
         _looks(config, plan),
         _data(experiment),
         f"transformer: {plan.weights / 1e9:.3g} billion weights; {_millions(plan.trained_weights)} million are trained",
+        _modulation(plan),
         f"checkpoints: {rounded(plan.checkpoint_gb)} GB each, {rounded(plan.disk_gb)} GB while one is written, the "
         "best and the last weights included",
         _cache(experiment),
@@ -247,6 +252,16 @@ def rounded(value: float) -> str:
 def _millions(count: int) -> str:
     """Write a count in millions, with four digits that count, and no exponent."""
     return f"{float(f'{count / 1e6:.4g}'):,.10g}"
+
+
+def _modulation(plan: Plan) -> str:
+    """Line about what a precomputed modulation saves; "" without one."""
+    if not plan.freed_weights:
+        return ""
+    return (
+        f"modulation: tables in the place of {plan.freed_weights / 1e9:.3g} billion weights, {plan.freed_gib:.3g} GiB "
+        "less of each GPU"
+    )
 
 
 def _looks(config: Config, plan: Plan) -> str:

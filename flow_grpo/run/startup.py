@@ -34,7 +34,7 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config, Train
-from flow_grpo.weights import fsdp_utils, load_weights, model_files, policies, quantisation
+from flow_grpo.weights import fsdp_utils, load_weights, model_files, modulation, policies, quantisation
 from flow_grpo.weights.ema import Ema
 
 
@@ -292,6 +292,7 @@ def _load_frozen(experiment: Experiment, device: torch.device) -> tuple[FlowMode
 def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
     """Raise UserError unless everything that the config names is there and fits. Returns the prompts."""
     load_weights.check_model(config.model, config.lora, family)
+    modulation.check(config, family)
     if config.cache_dir and not config.dry_run:
         folders.make_folder(Path(config.cache_dir), "config.cache_dir")
     family.check_text_multiple(config.sample.text_multiple, config.model)

@@ -334,9 +334,12 @@ def _raise_not_finite(run: Run, grad_norm: Tensor) -> NoReturn:
         outcomes = (~part.loss.isfinite()).nonzero().flatten()
         if len(outcomes):
             image, step = part.row_id(outcomes[0])
+            hint = ""
+            if run.config.precompute_modulation:
+                hint = "; config.precompute_modulation gives NaN at a timestep that is in no schedule of the run"
             raise FloatingPointError(
                 f"the loss is {part.loss[outcomes[0]].item()} for {_image_name(run, image)}, trained step {step}, in "
-                f"update {run.step + 1}{save.state_after_failure(run)}"
+                f"update {run.step + 1}{hint}{save.state_after_failure(run)}"
             )
     raise FloatingPointError(
         f"the gradient norm is {grad_norm.item()} in update {run.step + 1}{save.state_after_failure(run)}"

@@ -615,6 +615,10 @@ class Config(Section):
     base_precision: Literal["", "fp8_weights", "nf4"] = setting("", when=(("lora.rank",), ("fsdp.mode", "replicate")))
     """Precision of the frozen layers beneath an adapter, in rollout and update alike; "" = precision."""
 
+    precompute_modulation: bool = setting(False, when=(("lora.rank",),), resumable=True)
+    """Compute what the frozen weights of Qwen-Image make of the timestep alone once, when they are loaded, for the
+    run's timesteps, and free them: a third of all."""
+
     vae_precision: Literal["fp32", "bf16"] = setting("fp32", resumable=True)
     """Precision of VAE decodes. With bf16, pixels differ by less than 0.3 of 255 on average."""
 

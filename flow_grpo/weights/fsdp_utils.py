@@ -84,10 +84,7 @@ def prepare(
     """
     transformer = network.get_submodule("transformer")
     dtype = DTYPES[precision]
-    for parameter in transformer.parameters():
-        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
-    for layer in quantisation.quantised_layers(transformer).values():
-        layer.dtype = dtype
+    _set_precision(transformer, dtype)
     if weights is None:
         transformer.to(device)
     if mesh is not None:
@@ -95,6 +92,25 @@ def prepare(
     _materialise(network, device, offload)
     fill_weights(transformer, weights, init)
     return network
+
+
+@torch.no_grad()
+def fill_layer(
+    name: str, layer: nn.Module, device: torch.device, precision: str, weights: StoredWeights | None
+) -> None:
+    """Fill one frozen layer that has this name in a transformer, whole, on the device. Arguments as in `prepare`."""
+    _set_precision(layer, DTYPES[precision])
+    _materialise(layer, device, offload=False)
+    if weights is not None:
+        safetensors_reader.fill_layer(name, layer, weights, _copy_rows)
+
+
+def _set_precision(module: nn.Module, dtype: torch.dtype) -> None:
+    """Give what is frozen this dtype, and what is trained float32."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
+    for layer in quantisation.quantised_layers(module).values():
+        layer.dtype = dtype
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.settings.sections import Config, Lora
-from flow_grpo.weights import base_lora, fsdp_utils, lora_files, model_files, policies, quantisation
+from flow_grpo.weights import base_lora, fsdp_utils, lora_files, model_files, modulation, policies, quantisation
 from flow_grpo.weights.safetensors_reader import StoredWeights
 
 
@@ -40,6 +40,8 @@ def fill_model(
     """
     stored = _stored_weights(config, model) if weights is None else StoredWeights(weights)
     quantisation.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
+    if config.precompute_modulation:
+        stored = modulation.precompute(config, model, stored)
     fsdp_utils.prepare(
         model.network,
         mesh,

@@ -123,10 +123,15 @@ def check_lora(lora: Lora) -> lora_files.Adapter | None:
 def predict(
     model: FlowModel, precision: str, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size
 ) -> Tensor:
-    """Return the model's velocity under the autocast that float32 adapters over weights of `precision` need."""
-    dtype = fsdp_utils.DTYPES[precision]
-    with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+    """Return the model's velocity, in the forwards of a policy."""
+    with autocast(precision, x.device):
         return model.velocity(x, t, condition, guidance_scale, size)
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager:
+    """Return the autocast that float32 adapters over weights of `precision` need."""
+    dtype = fsdp_utils.DTYPES[precision]
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
 def adapters_off(transformer: nn.Module) -> AbstractContextManager:

@@ -66,6 +66,7 @@ class StoredWeights(NamedTuple):
 
     folder: Path
     changes: Changes = MappingProxyType({})  # added when they are read
+    unread: frozenset[str] = frozenset()  # names of weights that the transformer has no more
 
 
 class Header(NamedTuple):
@@ -132,10 +133,25 @@ def fill_transformer(transformer: nn.Module, weights: StoredWeights, copy_rows: 
             targets[_stored_name(name)] = tensor
     for name, layer in quantisation.quantised_layers(transformer).items():
         targets[_stored_name(f"{name}.weight")] = layer
-    files = check_transformer(weights.folder, targets, type(transformer).__name__)
+    files = check_transformer(weights.folder, targets, type(transformer).__name__, weights.unread)
     # One thread copies less than disk and bus can give. The list makes an error of a thread one of this function.
     with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(partial(_copy_file, targets, copy_rows, weights.changes), files))
+
+
+def fill_layer(name: str, layer: nn.Module, weights: StoredWeights, copy_rows: CopyRows) -> None:
+    """Fill one layer of a transformer, which has this name there, from files that were checked."""
+    targets = layer_targets(name, layer)
+    for file in weight_files(weights.folder, WEIGHTS):
+        _copy_file(targets, copy_rows, weights.changes, file)
+
+
+def layer_targets(name: str, layer: nn.Module) -> Targets:
+    """Return where the stored weights of a layer without an adapter go, by their names in a file."""
+    targets: Targets = {f"{name}.{part}": tensor for part, tensor in layer.state_dict().items()}
+    if isinstance(layer, QuantisedLinear):
+        targets[f"{name}.weight"] = layer
+    return targets
 
 
 def _stored_name(name: str) -> str:
@@ -146,15 +162,22 @@ def _stored_name(name: str) -> str:
 def _copy_file(targets: Targets, copy_rows: CopyRows, changes: Changes, file: Path) -> None:
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
+            if name not in targets:
+                continue
             stored = tensors.get_slice(name)
             if name in changes:
                 stored = changes[name].added_to(stored)
             copy_rows(targets[name], stored)
 
 
-def check_transformer(folder: Path, targets: Mapping[str, Tensor | QuantisedLinear], class_name: str) -> list[Path]:
+def check_transformer(
+    folder: Path,
+    targets: Mapping[str, Tensor | QuantisedLinear],
+    class_name: str,
+    unread: frozenset[str] = frozenset(),
+) -> list[Path]:
     """Return the files of a transformer's folder; only their headers are read. Raises UserError unless they hold
-    weights of the names and shapes of `targets`."""
+    weights of the names and shapes of `targets`, and beside them only `unread`."""
     files = weight_files(folder, WEIGHTS)
     stored: Shapes = {}
     dtypes: dict[str, str] = {}
@@ -165,11 +188,12 @@ def check_transformer(folder: Path, targets: Mapping[str, Tensor | QuantisedLine
         dtypes |= header.dtypes
         file_of |= dict.fromkeys(header.shapes, file)
     missing = sorted(targets.keys() - stored.keys())
-    unexpected = sorted(stored.keys() - targets.keys())
+    unexpected = sorted(stored.keys() - targets.keys() - unread)
     if missing or unexpected:
         raise UserError(f"{in_one_line(folder)} does not hold this {class_name}: {_difference(missing, unexpected)}")
-    for name, shape in stored.items():
-        wanted = tuple(targets[name].shape)
+    for name, target in targets.items():
+        shape = stored[name]
+        wanted = tuple(target.shape)
         if shape != wanted:
             raise UserError(f"{name} is {list(shape)} in {file_of[name]}, {list(wanted)} in the model")
         if not dtypes[name].startswith(FLOATS):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch.condition import Condition
-from flow_grpo.diffusers_patch.flow_model import JOINT_ATTENTION, FlowModel
+from flow_grpo.diffusers_patch.flow_model import JOINT_ATTENTION, FlowModel, Modulation
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.kernels import flash_attention
 from flow_grpo.kernels.lora_linear import results_of
@@ -30,6 +30,10 @@ class QwenImage(FlowModel):
     CUDNN_ATTENTION = True
     CUTS_PADDING = True
     ATTENTIONS = (flash_attention.NAME,)
+    MODULATION = Modulation(
+        "time_text_embed",
+        (("img_mod.0", "img_mod.1"), ("txt_mod.0", "txt_mod.1"), ("norm_out.silu", "norm_out.linear")),
+    )
     NEGATIVE_PROMPT = " "  # an empty one has no token to attend to
 
     def num_text_tokens(self, prompt: Prompt) -> int:

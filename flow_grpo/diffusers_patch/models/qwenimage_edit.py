@@ -125,6 +125,10 @@ class QwenImageEdit(QwenImage):
         embeds, _ = pipeline.encode_prompt(prompt.text, seen_pictures, pipeline.text_encoder.device)
         return self.with_sources(Condition(embeds), prompt)
 
+    def transformer_times(self, timesteps: Tensor) -> Tensor:
+        """Return also 0, the time of sources with weights of zero_cond_t (2511)."""
+        return torch.cat([super().transformer_times(timesteps), timesteps.new_zeros(1)])
+
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         # Tokens of the image, then those of its sources; grids are frames, rows and columns of tokens of 2 x 2 latents.
         tokens = [x]
