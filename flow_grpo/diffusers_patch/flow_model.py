@@ -86,6 +86,7 @@ class FlowModel(ABC):
     MODULATION: ClassVar[Modulation | None] = None  # where it is many weights that see the timestep alone
     NEGATIVE_PROMPT: ClassVar[str | None] = ""  # what guidance leads away from; None = it is no second forward
     ON_DISK: ClassVar[bool] = True  # whether its weights are files of config.model; a benchmark draws them
+    GUIDES_FROM_ZERO: ClassVar[bool] = False  # whether no guidance is a scale of 0: it is 1 less than other models'
     GIVES_SIGMAS: ClassVar[bool] = True  # whether its pipeline gives its scheduler 1, ..., 1 / num_steps to shift
 
     def __init__(self, pipeline: DiffusionPipeline, device: torch.device, transformer_config: Mapping | None = None):
@@ -122,7 +123,9 @@ class FlowModel(ABC):
         dtypes = {"vae": vae_dtype, "default": text_dtype}
         left_out = {}
         if not text:
-            left_out = dict.fromkeys(loading.text_encoders(loading.read_index(cls.PIPELINE, folder)))
+            index = loading.read_index(cls.PIPELINE, folder)
+            parts = [name for name, value in index.items() if loading.is_part(value)]
+            left_out = dict.fromkeys(loading.text_encoders(parts))
         with loading.foreign(folder, "text encoders or VAE"):
             pipeline = cls.PIPELINE.from_pretrained(folder, transformer=transformer, dtype=dtypes, **left_out)
         return cls(loading.frozen(pipeline, device), device)
@@ -158,8 +161,7 @@ class FlowModel(ABC):
             return {folder: Path(snapshot).name}
         version = checksums.digests_in(Path(folder), [f"{part}/**/*" for part in cls.ENCODERS], memory)
         for name, value in folders.read_json(Path(folder, "model_index.json")).items():
-            is_component = isinstance(value, list)
-            if not name.startswith("_") and not is_component:
+            if not name.startswith("_") and not loading.is_part(value):
                 version[name] = json.dumps(value)
         return version
 
@@ -366,7 +368,8 @@ class FlowModel(ABC):
     @classmethod
     def is_guided(cls, guidance_scale: float) -> bool:
         """Tell whether a velocity of this scale takes a second forward, of the negative prompt."""
-        return cls.NEGATIVE_PROMPT is not None and guidance_scale > 1
+        unguided_scale = 0 if cls.GUIDES_FROM_ZERO else 1
+        return cls.NEGATIVE_PROMPT is not None and guidance_scale > unguided_scale
 
     @classmethod
     def check_text_multiple(cls, multiple: int, name: str) -> None:
@@ -392,10 +395,12 @@ class FlowModel(ABC):
             arguments["negative_prompt"] = cls.NEGATIVE_PROMPT
         return arguments
 
-    @staticmethod
-    def guide(positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
-        """Combine two velocities by classifier-free guidance (arXiv:2207.12598): neg + g (pos - neg)."""
-        return negative + guidance_scale * (positive - negative)
+    @classmethod
+    def guide(cls, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
+        """Combine two velocities by classifier-free guidance (arXiv:2207.12598): neg + g (pos - neg), or with
+        GUIDES_FROM_ZERO pos + g (pos - neg)."""
+        start = positive if cls.GUIDES_FROM_ZERO else negative
+        return start + guidance_scale * (positive - negative)
 
     @abstractmethod
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:

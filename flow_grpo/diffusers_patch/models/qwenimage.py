@@ -51,10 +51,10 @@ class QwenImage(FlowModel):
         embeds, _ = self.pipeline.encode_prompt(prompt.text, self.pipeline.text_encoder.device)
         return Condition(embeds)
 
-    @staticmethod
-    def guide(positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
+    @classmethod
+    def guide(cls, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
         """Guide as Qwen-Image does: neg + g (pos - neg), rescaled per token to the norm of pos."""
-        combined = FlowModel.guide(positive, negative, guidance_scale)
+        combined = super().guide(positive, negative, guidance_scale)
         norm = positive.norm(dim=-1, keepdim=True)
         return combined * (norm / combined.norm(dim=-1, keepdim=True))
 

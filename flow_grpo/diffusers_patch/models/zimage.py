@@ -30,6 +30,7 @@ class ZImage(FlowModel):
     TEXT_TOKENS = 512  # its chat template's among them
     TEXT_WIDTH = "cap_feat_dim"
     GUIDANCE_SCALE = 4.0  # of Z-Image; Z-Image-Turbo takes 0
+    GUIDES_FROM_ZERO = True
     CUDNN_ATTENTION = False  # as fast: benchmarks/RESULTS.md
     CUTS_PADDING = True
 
@@ -43,16 +44,6 @@ class ZImage(FlowModel):
         # A prompt's states are [L, D].
         (states,) = states_of_prompts
         return Condition(states[None])
-
-    @classmethod
-    def is_guided(cls, guidance_scale: float) -> bool:
-        """Tell whether a scale is above 0: it is 1 less than other models', as in ZImagePipeline."""
-        return guidance_scale > 0
-
-    @staticmethod
-    def guide(positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
-        """Guide as Z-Image does: pos + g (pos - neg)."""
-        return positive + guidance_scale * (positive - negative)
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         """Compute what the transformer's own forward does of a list of captions, which it joins to the width of the
