@@ -187,6 +187,16 @@ def pickscore_qwenimage_21_pr() -> ConfigDict:
     return branching(models.qwenimage_21())
 
 
+def pickscore_krea2() -> ConfigDict:
+    """Flow-GRPO on Krea-2-Raw, 512 px: 32 prompts of 16 images, 2 noisy steps of 10. No setting is published."""
+    return models.krea2()
+
+
+def pickscore_krea2_pr() -> ConfigDict:
+    """TempFlow-GRPO on Krea-2-Raw, 512 px."""
+    return branching(models.krea2())
+
+
 def pickscore_wan() -> ConfigDict:
     """Flow-GRPO on Wan 2.1 T2V 1.3 B, 33 frames of 240 x 416: 2 noisy steps of 20, PickScore of four frames."""
     config = models.wan()
@@ -403,6 +413,8 @@ RUNS = (
     pickscore_flux2_klein_9b_pr,
     pickscore_qwenimage_21,
     pickscore_qwenimage_21_pr,
+    pickscore_krea2,
+    pickscore_krea2_pr,
     pickscore_wan,
     pickscore_wan_pr,
     edits_qwenimage_edit,

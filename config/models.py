@@ -173,6 +173,17 @@ def flux2_klein_9b(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def krea2() -> ConfigDict:
+    """The 13 B Krea-2-Raw, with the guidance and the steps of evaluations that its authors recommend.
+
+    A guidance scale of 3.5 is 4.5 of most other models.
+    """
+    config = compiled(large("krea2"))
+    config.sample.guidance_scale = config.eval.guidance_scale = 3.5
+    config.eval.num_steps = 52
+    return config
+
+
 def wan() -> ConfigDict:
     """The 1.3 B Wan 2.1, text to video: 33 frames of 240 x 416 pixels, which is published, and 16 prompts of 8 videos.
 

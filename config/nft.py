@@ -106,6 +106,14 @@ def pickscore_qwenimage_21_nft() -> ConfigDict:
     return forward(models.qwenimage_21())
 
 
+def pickscore_krea2_nft() -> ConfigDict:
+    """DiffusionNFT on Krea-2-Raw, 512 px, without guidance."""
+    config = forward(models.krea2())
+    # As of Z-Image, no guidance is a scale of 0.
+    config.sample.guidance_scale = config.eval.guidance_scale = 0.0
+    return config
+
+
 def pickscore_wan_nft() -> ConfigDict:
     """DiffusionNFT on Wan 2.1 T2V 1.3 B, 33 frames of 240 x 416, without guidance. Of its steps three of ten teach."""
     config = forward(models.wan())
@@ -235,6 +243,7 @@ RUNS = (
     pickscore_flux2_klein_nft,
     pickscore_flux2_klein_9b_nft,
     pickscore_qwenimage_21_nft,
+    pickscore_krea2_nft,
     pickscore_wan_nft,
     edits_qwenimage_edit_nft,
     editreward_qwenimage_edit_nft,

@@ -207,6 +207,16 @@ def test_distilled_weights_of_flux2_klein_refuse_a_guidance_that_diffusers_would
         model.velocity(x, t, condition, 4.0, SIZE)
 
 
+def test_distilled_weights_of_krea_2_have_a_constant_shift():
+    model = loaded("krea2", torch_dtype=torch.float64)
+    before = model.schedule(STEPS, SIZE).sigmas
+    model.pipeline.register_to_config(is_distilled=True)
+    ours = model.schedule(STEPS, SIZE).sigmas
+    drawn_by_diffusers(model, SIZE, 0.0, as_prompts(TEXTS[:1]))
+    assert torch.equal(ours, model.pipeline.scheduler.sigmas)
+    assert not torch.equal(ours, before)
+
+
 def test_a_video_of_one_frame_is_diffusers_own_image():
     model = loaded("wan", torch_dtype=torch.float64)
     assert_diffusers_own(model, as_prompts(TEXTS), as_prompts(TEXTS), size=Size(64, 96))
@@ -366,15 +376,17 @@ def test_flux_kontext_sees_a_source_at_the_size_that_its_pipeline_prefers_and_dr
 
 
 @torch.no_grad()
-def test_qwenimage_21_rounds_the_timestep_as_its_pipeline_does():
-    model = loaded("qwenimage_21", torch_dtype=torch.bfloat16)
+@pytest.mark.parametrize(("name", "layer"), [("qwenimage_21", "time_text_embed"), ("krea2", "time_embed")])
+def test_the_timestep_is_rounded_as_by_its_pipeline(name, layer):
+    model = loaded(name, torch_dtype=torch.bfloat16)
     seen = []
-    model.transformer.time_text_embed.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    model.pipeline(prompt=TEXTS[0], num_inference_steps=20, output_type="latent", **SIDES)
+    model.transformer.get_submodule(layer).register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    guidance_scale = 0.0 if model.GUIDES_FROM_ZERO else 1.0
+    model.pipeline(TEXTS[0], **model.call_arguments(SIZE, 20, guidance_scale), output_type="latent")
     x = model.noise(SIZE, generators(1))
-    condition = model.encode(as_prompts(TEXTS[:1]), guided=False)
+    condition = model.encode(as_prompts(TEXTS[:1]))
     for t in model.schedule(20, SIZE).timesteps:
-        model.velocity(x, t[None], condition, 1.0, SIZE)
+        model.velocity(x, t[None], condition, guidance_scale, SIZE)
     assert torch.equal(torch.stack(seen[:20]), torch.stack(seen[20:]))
 
 
@@ -409,8 +421,7 @@ def test_a_first_update_has_the_rollouts_log_probs_bit_for_bit(name, kind, few, 
     if kind == "branches in slots" and MODELS[name].CUTS_PADDING:
         how |= dict(sample__text_multiple=8)
     if "compile" in how:
-        # Z-Image's scale is 1 less than other models'.
-        how |= dict(sample__guidance_scale=0.0 if MODELS[name].is_guided(1.0) else 1.0)
+        how |= dict(sample__guidance_scale=0.0 if MODELS[name].GUIDES_FROM_ZERO else 1.0)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(loading, "compile_decoder", lambda pipeline: None)  # which computes no log-prob
     run = on_two_ranks if "fsdp__mode" in how else train
@@ -476,7 +487,7 @@ def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
     assert (walks[0].images - walks[1].images).abs().mean() < 0.02
 
 
-OTHERS = [(name, "_nft") for name in ("flux", "flux2_klein", "qwenimage_21", "wan")]
+OTHERS = [(name, "_nft") for name in ("flux", "flux_kontext", "flux2_klein", "qwenimage_21", "krea2", "wan")]
 OTHERS += [("qwenimage_edit", "_dpo,online"), ("sd3", "_dpo"), ("wan", "_dpo,online"), ("wan", "_dpo")]
 
 

@@ -74,6 +74,7 @@ SIZES = {
     "Tongyi-MAI/Z-Image": 6.15,
     "black-forest-labs/FLUX.2-klein-4B": 3.88,
     "black-forest-labs/FLUX.2-klein-9B": 9.08,
+    "krea/Krea-2-Raw": 12.8,
     "Qwen/Qwen-Image-2.1": 7.12,
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1.42,
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": 14.29,

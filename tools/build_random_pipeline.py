@@ -24,6 +24,8 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    Krea2Pipeline,
+    Krea2Transformer2DModel,
     QwenImage21Transformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
@@ -51,6 +53,7 @@ from transformers import (
     Qwen3Model,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLModel,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -94,6 +97,11 @@ TINY = dict(
     | dict(latents_mean=[n / 8 - 1 for n in range(16)], latents_std=[n / 8 + 0.5 for n in range(16)]),
     qwenimage_21=dict(in_channels=16, out_channels=16, num_layers=2, attention_head_dim=16, num_attention_heads=2)
     | dict(context_in_dim=32, axes_dims_rope=(4, 6, 6)),
+    krea2_vae=dict(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
+    krea2=dict(num_layers=2, attention_head_dim=16, num_attention_heads=4, num_key_value_heads=2)
+    | dict(intermediate_size=64, timestep_embed_dim=32, text_hidden_dim=32, num_text_layers=3)
+    | dict(text_num_attention_heads=2, text_num_key_value_heads=2, text_intermediate_size=32)
+    | dict(num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(4, 6, 6)),
     umt5=dict(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=1000),
     wan_vae=dict(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
     wan=dict(num_layers=2, attention_head_dim=16, num_attention_heads=2, text_dim=32, freq_dim=32, ffn_dim=64),
@@ -122,10 +130,19 @@ PUBLISHED = dict(
     qwen3_vision=dict(out_hidden_size=4096),
     qwen21_vae={},
     qwenimage_21={},
+    krea2_text=dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_key_value_heads=8)
+    | dict(tie_word_embeddings=True)
+    | dict(rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}),
+    krea2_vision=dict(depth=24, hidden_size=1024, intermediate_size=4096, out_hidden_size=2560)
+    | dict(deepstack_visual_indexes=[5, 11, 17]),
+    krea2_vae={},
+    krea2={},
     umt5=dict(d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, vocab_size=256384),
     wan_vae={},
     wan=transformer_sizes("Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
 )
+TINY["krea2_text"] = TINY["qwen3_vl"]
+TINY["krea2_vision"] = TINY["qwen3_vision"]
 TINY["flux_kontext"] = TINY["flux"]
 PUBLISHED["flux_kontext"] = PUBLISHED["flux"]
 PUBLISHED["klein_text"] = PUBLISHED["qwen3"]
@@ -262,6 +279,20 @@ def qwenimage_21(sizes: dict, make: Callable) -> QwenImage21Pipeline:
     )
     pipeline.register_to_config(processor=("transformers", "Qwen3VLProcessor"))  # as it is published
     return pipeline
+
+
+def krea2(sizes: dict, make: Callable) -> Krea2Pipeline:
+    """Return Krea 2, at its published size Krea-2-Raw; the tiny one reads all states of its text encoder."""
+    text = Qwen3VLConfig(text_config=sizes["krea2_text"], vision_config=sizes["krea2_vision"])
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=6400)
+    return Krea2Pipeline(
+        transformer=make(lambda: Krea2Transformer2DModel(**sizes["krea2"]), torch.bfloat16),
+        scheduler=scheduler,
+        vae=make(lambda: AutoencoderKLQwenImage(**sizes["krea2_vae"]), torch.float32),
+        text_encoder=make(lambda: Qwen3VLModel(text), torch.bfloat16),
+        tokenizer=Qwen2Tokenizer.from_pretrained(SHIPPED / "tokenizer"),
+        text_encoder_select_layers=(0, 1, 2) if sizes is TINY else None,
+    )
 
 
 def wan(sizes: dict, make: Callable) -> WanPipeline:

@@ -32,6 +32,7 @@ MODELS: dict[str, Entry | Any] = {
     "FluxKontextPipeline": Entry("flux_kontext", "FluxKontext", edits=True),
     "ZImagePipeline": Entry("zimage", "ZImage"),
     "Flux2KleinPipeline": Entry("flux2_klein", "Flux2Klein"),
+    "Krea2Pipeline": Entry("krea2", "Krea2"),
     "QwenImage21Pipeline": Entry("qwenimage_21", "QwenImage21"),
     "WanPipeline": Entry("wan", "Wan"),
 }
@@ -41,6 +42,7 @@ OTHERS = {
     "weights for text to video, whose pipeline is WanPipeline",
 }
 STABILITY = "Stability AI Community License (free below 1 million USD of yearly revenue)"
+KREA = "Krea 2 Community License (larger companies need another one)"
 
 # A config that is called after a model takes the first of that model's.
 PUBLISHED = (
@@ -59,6 +61,8 @@ PUBLISHED = (
     Weights("flux2_klein", "black-forest-labs/FLUX.2-klein-9B", "FLUX Non-Commercial License", 35),
     Weights("flux2_klein", "black-forest-labs/FLUX.2-klein-base-4B", "Apache-2.0", 16),
     Weights("flux2_klein", "black-forest-labs/FLUX.2-klein-base-9B", "FLUX Non-Commercial License", 35),
+    Weights("krea2", "krea/Krea-2-Raw", KREA, 35),
+    Weights("krea2", "krea/Krea-2-Turbo", KREA, 35),
     Weights("qwenimage_21", "Qwen/Qwen-Image-2.1", "Qwen Research License (no commercial use)", 33),
     Weights("wan", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Apache-2.0", 29),
     Weights("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "Apache-2.0", 81),
