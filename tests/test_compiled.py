@@ -198,6 +198,26 @@ def test_four_blocks_of_a_transformer_are_compiled_once(kind, tmp_path, monkeypa
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@torch.no_grad()
+def test_a_second_start_finds_the_graphs_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # put back when the test ends
+    compilation.keep_graphs(tmp_path, torch.device("cpu"))
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model = nn.Sequential(OneLayer())
+        x = rows()
+        expected = model(x)
+        compilation.compile_units(model, ("OneLayer",))
+        torch.testing.assert_close(model(x), expected)
+        found.append(counters["inductor"]["fxgraph_cache_hit"])
+    assert found == [0, 1]
+    [folder] = tmp_path.iterdir()
+    assert torch.__version__ in folder.name
+
+
 def test_compiled_blocks_keep_the_share_that_they_may(monkeypatch):
     """Graphs are cut as they are for compiled kernels, which take seconds."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))

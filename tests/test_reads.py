@@ -101,8 +101,10 @@ AT_THEIR_DEFAULT = {
     | {"eval.flash_ratio", "sample.flash_solver"},
 }
 # Read by name, from the config as it is stored, by nothing (the user's own), after more epochs than these, by a run
-# that goes on, after a signal, or by a dry run.
-NOT_SEEN = {"method", "custom", "health.reward_drop", "accept_changes", "signal_grace_s", "dry_run_format"}
+# that goes on, after a signal, by a dry run, or by a run that compiles.
+NOT_SEEN = {"method", "custom", "health.reward_drop", "accept_changes", "signal_grace_s", "dry_run_format"} | {
+    "compile_cache"
+}
 # Their defaults say that they are off.
 UNCONDITIONALLY = {"attention", "sample.flash_solver", "train.guidance_scale", "train.gradient_noisings"}
 # Where the loss itself reads none.

@@ -109,6 +109,8 @@ TRAINING = {  # a script's run -> its rows
         no("'/dev/null' is no folder", model="/dev/null"),
         no("no checkpoint at /dev/null", resume_from="/dev/null", dry_run=1),
         no("cache_dir", "/dev/null is no folder", cache_dir="/dev/null", dry_run=1),
+        no("compile_cache", "/dev/null is no folder", compile=True, compile_cache="/dev/null/x"),
+        no("everybody may write to /tmp", "chmod o-w", compile=True, compile_cache="/tmp"),
         no("lora.targets has 'attn.to_qq'", "attn.to_q", lora__targets=("attn.to_k", "attn.to_qq")),
         no("lora.targets has 'attn'", lora__targets=("attn",)),  # no linear layer itself
         no("lora.targets", "lora.rank set", lora__targets=("attn.to_q",), lora__rank=0),

@@ -1,8 +1,12 @@
 """Compilation of a transformer's blocks, and the choice of the graph that a forward goes through."""
 
 import math
+import os
+import platform
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import MethodType
 from typing import Any, TypeGuard
 
@@ -47,6 +51,17 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
         module.forward = torch.compile(forward, dynamic=False, options=OPTIONS)
     if modules:
         modules[0].forward = _wanting_gradients(modules[0].forward)
+
+
+def keep_graphs(folder: Path, device: torch.device) -> None:
+    """Keep the graphs of this process and their kernels in a folder, those of a kind of device and of PyTorch's version
+    in a folder of their own. Call it before anything is compiled.
+
+    PyTorch reads graphs by pickle: whoever can write to the folder can run a program in this process.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    kind = re.sub(r"[^\w.+-]+", "_", f"{name}_torch_{torch.__version__}")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.absolute() / kind)
 
 
 def modules_of(network: nn.Module, units: tuple[str, ...]) -> list[nn.Module]:

@@ -163,7 +163,10 @@ def check_places(config: Config) -> None:
     """Raise UserError where a run could not make its folder or its cache, or not find the checkpoint that it is to go
     on from. Makes and locks nothing."""
     run_folder = Path(config.output_dir, config.run_name or config.name)
-    for key, wanted in (("output_dir", run_folder.parent), ("cache_dir", Path(config.cache_dir))):
+    places = {"output_dir": run_folder.parent, "cache_dir": Path(config.cache_dir)}
+    if config.compile:
+        places["compile_cache"] = Path(config.compile_cache)
+    for key, wanted in places.items():
         value = getattr(config, key)
         folder = wanted.absolute()
         while not os.path.lexists(folder):

@@ -2,6 +2,7 @@
 
 import math
 import os
+import stat
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -295,6 +296,7 @@ def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[P
     modulation.check(config, family)
     if config.cache_dir and not config.dry_run:
         folders.make_folder(Path(config.cache_dir), "config.cache_dir")
+    _check_compile_cache(config)
     family.check_text_multiple(config.sample.text_multiple, config.model)
     if config.attention and config.attention not in family.ATTENTIONS:
         choices = ["", *family.ATTENTIONS]
@@ -317,6 +319,20 @@ def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[P
     model.check_sources(encoded)
     model.check_prompts(encoded, config.text_tokens)
     return texts
+
+
+def _check_compile_cache(config: Config) -> None:
+    """Make config.compile_cache. Raise UserError where others could put a program into it."""
+    if not config.compile or not config.compile_cache:
+        return
+    folder = Path(config.compile_cache)
+    if not config.dry_run:
+        folders.make_folder(folder, "config.compile_cache")
+    if folder.is_dir() and folder.stat().st_mode & stat.S_IWOTH:
+        raise UserError(
+            f"config.compile_cache: everybody may write to {folder}, and what is in it is run as a program; take a "
+            f"folder of your own or of your team's, or take the right away: chmod o-w {folder}"
+        )
 
 
 def _load_prompts(config: Config, stored_prompts: list[Prompt] | None) -> Prompts:
@@ -363,6 +379,8 @@ def lay_out(config: Config, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None
     if config.compile or attention:
         model.fuse(attention)
     if config.compile:
+        if config.compile_cache:
+            compilation.keep_graphs(Path(config.compile_cache), model.device)
         compilation.compile_units(model.transformer, model.SHARD_UNITS, 1 - recomputed % 1)
         if model.COMPILES_DECODER:
             loading.compile_decoder(model.pipeline)

@@ -629,6 +629,10 @@ class Config(Section):
     compile: bool = setting(False, resumable=True)
     """Compile transformer blocks and the decoder; the first start is slow."""
 
+    compile_cache: str = setting("", resumable=True, when=(("compile",),))
+    """Folder that keeps compiled blocks for later starts, of each GPU and version of PyTorch by themselves; "" =
+    PyTorch's own, a temporary one."""
+
     vae_batch_size: int = setting(32, unit="frames", min=1, max=10**5, resumable=True)
     """Images per VAE decode, or frames: at least one video."""
 
