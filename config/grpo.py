@@ -437,6 +437,7 @@ VARIANTS = (
     endpoint,
     variants.signal,
     variants.large_gpu,
+    variants.gpu_80gb,
     eight_bit_base,
     variants.four_bit_base,
     variants.px1024,

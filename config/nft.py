@@ -255,6 +255,7 @@ VARIANTS = (
     variants.flash,
     variants.signal,
     variants.large_gpu,
+    variants.gpu_80gb,
     eight_bit_base,
     variants.four_bit_base,
     dgpo,

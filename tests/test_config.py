@@ -157,6 +157,16 @@ def test_every_run_passes_its_own_scripts_checks():
             assert variant != ",smoke" or config.preferences.path == config_of(run).preferences.path + "_smoke"
 
 
+@pytest.mark.parametrize("run", ["pickscore_qwenimage", "pickscore_qwenimage_pr", "pickscore_qwenimage_nft"])
+def test_the_variant_for_80_gb_has_8_bits_where_updates_are_guided(run):
+    config = config_of(run + ",gpu_80gb")
+    checks.check(config, CHECKS[config.algorithm])
+    is_guided = not run.endswith("_nft")
+    assert (config.base_precision == "fp8_weights") == is_guided
+    assert config.fsdp.activation_checkpointing == (0.8 if is_guided else 0.5)
+    assert config.precompute_modulation
+
+
 def test_every_run_with_branches_weighs_steps_by_sqrt_3_times_their_noise_and_tempflow_grpos_recipes_by_constants():
     runs = [run() for run in grpo.RUNS if run.__name__.endswith("_pr")]
     assert {run.train.step_weight for run in runs} == {"sqrt3"}

@@ -13,10 +13,10 @@ from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import checks
 from flow_grpo.data import embedding_cache
 from flow_grpo.data.prompts import Split
-from flow_grpo.diffusers_patch import registry
+from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.diffusers_patch.sampling_params import of_validation
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.plan import estimate, measured, sketch
+from flow_grpo.plan import estimate, forwards, measured, row_cost, sketch
 from flow_grpo.run import dry_run
 from flow_grpo.settings import config_files, table
 
@@ -78,6 +78,36 @@ def test_lines_say_where_figures_are_from():
     unknown = dry_run.GpuFigures("", None, None, None, None, None, None)
     assert "no figures" in "\n".join(dry_run.gpu(config, unknown))
     assert "more than an H200 has" in "\n".join(dry_run.gpu(config, known._replace(gib=150.0, card="")))
+
+
+def test_where_a_card_of_80_gb_is_its_variant_is_named():
+    config = config_of_type("pickscore_qwenimage")
+    qwenimage, sd3 = (model_classes.resolve(registry.tiny_folder(name), "") for name in ("qwenimage", "sd3"))
+    assert "gpu_80gb" in dry_run.variant_notice(config, qwenimage, 79.1)
+    chosen = config_of_type("pickscore_qwenimage,gpu_80gb")
+    tiny = config_of_type("shapes_qwenimage")
+    no_notice = (config, qwenimage, None), (config, qwenimage, 139.8), (chosen, qwenimage, 79.1)
+    for case in (*no_notice, (tiny, qwenimage, 79.1), (config, sd3, 79.1)):
+        assert dry_run.variant_notice(*case) == ""
+
+
+def test_estimates_lie_between_those_of_measured_shares_of_checkpointing():
+    config = replace(config_of_type("pickscore_qwenimage"), dry_run=1)
+    cost = row_cost.RowCost(flops=10**13, product_numbers=10**9, block_numbers=10**8)
+    size = row_cost.ModelSize(weights=2 * 10**10, adapted=10**10, trained=10**8, blocks=60, width=3072)
+    work = estimate.Work(cost, size, forwards.Forwards(fast=100, exact=10, frozen=0, trained=10), 16, guided=True)
+    rates = estimate.rates()
+    memory = []
+    seconds = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        of_share = replace(config, fsdp=replace(config.fsdp, activation_checkpointing=share))
+        memory.append(estimate.gib(of_share, work, rates))
+        seconds.append(estimate.epoch_s(of_share, work, rates))
+    assert memory == sorted(memory, reverse=True)
+    assert seconds == sorted(seconds)
+    for figures in (memory, seconds):
+        assert figures[1] == pytest.approx((figures[0] + figures[2]) / 2)
+        assert figures[3] == pytest.approx((figures[2] + figures[4]) / 2)
 
 
 def test_a_measured_run_is_for_the_card_that_it_was_measured_on():

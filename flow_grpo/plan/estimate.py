@@ -160,12 +160,18 @@ def _state_bytes(config: Config) -> int:
 def _activation_numbers(config: Config, work: Work, rates: Rates) -> float:
     """Numbers that the backward of a row needs, at the peak."""
     cost = work.cost
-    checkpointing = config.fsdp.activation_checkpointing
-    if checkpointing == 1:
-        return cost.block_numbers + rates.kept_block * cost.product_numbers / max(work.size.blocks, 1)
-    if checkpointing == 0:
-        return rates.kept_all * cost.product_numbers
-    return rates.kept_half * cost.product_numbers
+    in_all = cost.block_numbers + rates.kept_block * cost.product_numbers / max(work.size.blocks, 1)
+    in_half = rates.kept_half * cost.product_numbers
+    in_none = rates.kept_all * cost.product_numbers
+    return _by_checkpointing(config.fsdp.activation_checkpointing, in_none, in_half, in_all)
+
+
+def _by_checkpointing(share: float, in_none: float, in_half: float, in_all: float) -> float:
+    """Return a figure where activations are checkpointed in this share of the backward, on straight lines between its
+    three measured values."""
+    if share <= 0.5:
+        return in_none + (in_half - in_none) * share / 0.5
+    return in_half + (in_all - in_half) * (share - 0.5) / 0.5
 
 
 def epoch_s(config: Config, work: Work, rates: Rates) -> float:
@@ -222,10 +228,7 @@ def _decode_s(config: Config, rates: Rates) -> float:
 
 def _passes(config: Config, rates: Rates) -> float:
     """Forwards, or as much as one, of a trained row: forward, backward, what is recomputed, and weights' gradients."""
-    passes = 2.0
-    checkpointing = config.fsdp.activation_checkpointing
-    if checkpointing:
-        passes += 1 if checkpointing == 1 else rates.recomputed
+    passes = 2.0 + _by_checkpointing(config.fsdp.activation_checkpointing, 0.0, rates.recomputed, 1.0)
     if not config.lora.rank:
         passes += 1
     return passes

@@ -25,6 +25,9 @@ PAGE = "docs/reference/will_it_fit.md"
 
 # GiB that a program has of a card.
 CARD_GIB = {"24 GB": 23.0, "32 GB": 31.0, "48 GB": 46.0, "80 GB": 78.0, "141 GB": 139.0}
+# What PyTorch finds of a card of 80 GB.
+LEAST_OF_80_GB = 75.0
+MOST_OF_80_GB = 81.0
 
 # Weights of the smallest model that the formula is for.
 SMALLEST_ESTIMATED = 10**9
@@ -128,6 +131,7 @@ def describe(experiment: Experiment, num_extra: int) -> str:
         _run_length(config, batch_plan),
         *evaluations(config, prompts.evaluated),
         *gpu(config, plan.gpu),
+        variant_notice(config, experiment.family, _gib_here()),
         _looks(config, plan),
         _data(experiment),
         f"transformer: {plan.weights / 1e9:.3g} billion weights; {_millions(plan.trained_weights)} million are trained",
@@ -228,11 +232,28 @@ def gpu(config: Config, figures: GpuFigures) -> list[str]:
 def _cards(figures: GpuFigures) -> str:
     """Say which cards do, and whether those of this machine have the memory."""
     words = f"for which the smallest card has {figures.card}" if figures.card else "more than an H200 has"
-    if not torch.cuda.is_available() or figures.gib is None:
+    here = _gib_here()
+    if here is None or figures.gib is None:
         return words
-    here = torch.cuda.get_device_properties(0).total_memory / GIB
     verdict = "more than that" if figures.gib <= here else "which is too little"
     return f"{words}; this machine's have {here:.3g} GiB, {verdict}"
+
+
+def _gib_here() -> float | None:
+    """Return the memory of this machine's first GPU; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(0).total_memory / GIB
+
+
+def variant_notice(config: Config, family: type[FlowModel], gib_here: float | None) -> str:
+    """Name the variant for cards of 80 GB where this machine has one and the run, of one of its models, is without."""
+    if gib_here is None or not LEAST_OF_80_GB <= gib_here <= MOST_OF_80_GB:
+        return ""
+    is_published = registry.published(config.model) is not None
+    if family.MODULATION is None or not is_published or not config.lora.rank or config.precompute_modulation:
+        return ""
+    return f"this machine's cards have {gib_here:.3g} GiB: the variant gpu_80gb is for them (docs/howto/faster.md)"
 
 
 def _smallest_card(gib: float) -> str:
