@@ -15,7 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flow_grpo.algorithms import batch_plan
 from flow_grpo.base import locations
+from flow_grpo.base.errors import UserError
+from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes, registry
+from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.plan import estimate, forwards, measured, row_cost, sketch
 from flow_grpo.settings import config_files, table
 
@@ -119,6 +122,21 @@ def test_the_formula_is_close_to_a_measured_run(klein):
     assert gib == pytest.approx(row.gib, rel=0.1)
 
 
+def test_published_weights_that_edit_are_planned_with_sources_of_their_own_size():
+    """A source takes 4,096 tokens of the transformer, an image of 512 x 512 pixels 1,024."""
+    row = next(row for row in measured.rows() if row.run == "editreward_qwenimage_edit")
+    config = replace(row.config(), text_tokens=row.text_tokens, dry_run=row.gpus)
+    (prompt, *_) = load_prompts("dataset/edits", "train")
+    for hub_id in (config.model, registry.hub_id("flux_kontext")):
+        model = sketch.family_of(registry.published(hub_id)).without_weights(hub_id)
+        assert model.row_shapes(training_size(config), config.text_tokens, prompt)["source_1"] == (16, 128, 128)
+    plan = batch_plan.plan_batches(config, config.dry_run)
+    work = estimate.work_of(config, plan, sketch.family_of(registry.published(config.model)), prompt)
+    images_per_s, gib = figures_of(config, work)
+    assert images_per_s == pytest.approx(row.images_per_s, rel=0.15)
+    assert gib == pytest.approx(row.gib, rel=0.1)
+
+
 def test_larger_images_and_full_weights_have_figures_of_their_own(klein):
     config, work_of = klein
     speed, gib = figures_of(config, work_of(config))
@@ -182,3 +200,22 @@ def test_a_plan_without_the_model_is_printed_from_its_published_sizes(tmp_path, 
     images = config.num_epochs * figures["images_per_epoch"]
     assert figures["hours"] == pytest.approx(images / figures["images_per_s"] / 8 / 3600)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "said"),
+    [
+        ("pickscore_flux", dict(precompute_modulation=True), "the modulation of flux depends on more"),
+        ("pickscore_qwenimage", {"precompute_modulation": True, "lora.targets": ("img_mod.1",)}, "'img_mod.1'"),
+        ("pickscore_flux", dict(attention="flash_4"), "config.attention"),
+        ("pickscore_flux", {"sample.text_multiple": 16}, "text_multiple"),
+        ("pickscore_qwenimage,signal", {}, "'pickscore' has none"),
+    ],
+)
+def test_a_plan_without_the_model_refuses_what_needs_no_file_of_it(run, changes, said, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    config = config_files.load(f"{locations.ROOT}/config/grpo.py:{run}")
+    config.update_from_flattened_dict({"dataset": "dataset/shapes", "dry_run": 8} | changes)
+    with pytest.raises(UserError, match=said):
+        train_qwenimage.main(config)

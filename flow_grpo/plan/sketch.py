@@ -1,8 +1,10 @@
 """Published models known by their sizes alone, for a plan on a machine that has no file of them and reaches no hub."""
 
+import inspect
 import json
 
 import torch
+from diffusers import DiffusionPipeline
 
 from flow_grpo.base import locations
 from flow_grpo.diffusers_patch import loading, model_classes, registry
@@ -16,6 +18,16 @@ def transformer_sizes(hub_id: str) -> dict:
     return json.loads(FILE.read_text())[hub_id]
 
 
+def source_sizes(pipeline_class: type[DiffusionPipeline]) -> dict[str, int]:
+    """Return the numbers of pixels at which published weights see a source, by the pipeline's names of them. They are
+    its defaults; a tiny model has smaller ones."""
+    sizes = {}
+    for name, parameter in inspect.signature(pipeline_class.__init__).parameters.items():
+        if name.endswith("_pixels"):
+            sizes[name] = parameter.default
+    return sizes
+
+
 def family_of(published: registry.Weights) -> type[FlowModel]:
     """Return the class of a published model, whose transformer is made from its sizes. Tokenizers and scheduler are
     those of the shipped tiny model, so prompts cannot be checked with it."""
@@ -27,7 +39,9 @@ def family_of(published: registry.Weights) -> type[FlowModel]:
         def without_weights(cls, folder):
             with loading.empty_weights():
                 config = family.TRANSFORMER(**transformer_sizes(published.hub_id)).config
-            return cls(loading.without_weights(cls.PIPELINE, tiny), torch.device("cpu"), config)
+            pipeline = loading.without_weights(cls.PIPELINE, tiny)
+            pipeline.register_to_config(**source_sizes(cls.PIPELINE))
+            return cls(pipeline, torch.device("cpu"), config)
 
         @classmethod
         def empty_transformer(cls, folder):

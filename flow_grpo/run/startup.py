@@ -153,10 +153,13 @@ def _plan_by_sizes(config: Config, script: checks.Script, stored_prompts: list[P
     if published is None:
         return
     if int(os.environ.get("RANK", "0")) == 0:
+        family = sketch.family_of(published)
+        _check_family(config, family)
         texts = _load_prompts(config, stored_prompts)
+        check_prompt_weights(config, texts.train)
         plan = script.plan(config, config.dry_run)
         assert plan is not None, "a script that trains has a plan"
-        experiment = Experiment(config, sketch.family_of(published), plan, texts)
+        experiment = Experiment(config, family, plan, texts)
         lines = dry_run.describe(experiment, num_extra)
         if config.dry_run_format == "text":
             say(
@@ -293,16 +296,10 @@ def _load_frozen(experiment: Experiment, device: torch.device) -> tuple[FlowMode
 def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
     """Raise UserError unless everything that the config names is there and fits. Returns the prompts."""
     load_weights.check_model(config.model, config.lora, family)
-    modulation.check(config, family)
+    _check_family(config, family)
     if config.cache_dir and not config.dry_run:
         folders.make_folder(Path(config.cache_dir), "config.cache_dir")
     _check_compile_cache(config)
-    family.check_text_multiple(config.sample.text_multiple, config.model)
-    if config.attention and config.attention not in family.ATTENTIONS:
-        choices = ["", *family.ATTENTIONS]
-        raise UserError(
-            f"config.attention is {config.attention!r}; for {config.model} it may be {', '.join(map(repr, choices))}"
-        )
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     model = family.without_weights(config.model)
     model.check_size(training_size(config))
@@ -319,6 +316,17 @@ def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[P
     model.check_sources(encoded)
     model.check_prompts(encoded, config.text_tokens)
     return texts
+
+
+def _check_family(config: Config, family: type[FlowModel]) -> None:
+    """Raise UserError for a setting that the model's class does not take. Needs no file of weights."""
+    modulation.check(config, family)
+    family.check_text_multiple(config.sample.text_multiple, config.model)
+    if config.attention and config.attention not in family.ATTENTIONS:
+        choices = ["", *family.ATTENTIONS]
+        raise UserError(
+            f"config.attention is {config.attention!r}; for {config.model} it may be {', '.join(map(repr, choices))}"
+        )
 
 
 def _check_compile_cache(config: Config) -> None:
