@@ -1,6 +1,9 @@
 """Videos beside the model: rewards of their frames, film strips, animations, settings, and runs from end to end."""
 
+import base64
+import io
 import math
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -17,7 +20,7 @@ from flow_grpo.base.pixels import FRAMES_PER_S, film_strips
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.evaluation.saved_images import SavedImages
-from flow_grpo.monitoring import model_card
+from flow_grpo.monitoring import model_card, report
 from flow_grpo.monitoring.sheets import contact_sheet, fit, forget, panel_pictures, write_animation
 from flow_grpo.rewards import frame_difference
 from flow_grpo.scoring import pool as pool_module
@@ -220,6 +223,22 @@ def test_a_run_shows_strips_beside_animations_and_saves_videos_whole(folder, tmp
     forget(resumed, 1, keeps_evaluation=False)
     assert not (resumed / "images" / "eval_000001.webp").exists()
     assert (resumed / "images" / "eval_000000.webp").exists()
+
+
+def test_a_report_has_the_last_evaluations_videos_of_a_run_of_videos_alone(folder, tmp_path):
+    report.write_page([folder], tmp_path / "page.html")
+    addresses = re.findall(r'"data:image/webp;base64,([^"]+)"', (tmp_path / "page.html").read_text())
+    numbers = []
+    for address in addresses:
+        with Image.open(io.BytesIO(base64.b64decode(address))) as picture:
+            numbers.append(picture.n_frames)
+    assert sorted(numbers)[-2:] == [1, 5]
+    moving = (folder / "images" / "eval_000001.webp").read_bytes()
+    assert base64.b64encode(moving).decode() in addresses
+    images = shutil.copytree(folder, tmp_path / "images")
+    for file in (images / "images").glob("*.webp"):
+        file.unlink()
+    assert report.moving_sheet(report.read_run(images, "")) == ""
 
 
 def test_a_run_of_videos_is_evaluated_as_it_was_and_at_other_numbers_of_frames(folder, tmp_path):

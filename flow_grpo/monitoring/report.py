@@ -266,8 +266,22 @@ def data_address(picture: Image.Image) -> str:
     """Return a picture as a data: URL, encoded as WebP of quality 80."""
     stream = io.BytesIO()
     picture.save(stream, format="webp", quality=80)
-    encoded = base64.b64encode(stream.getvalue()).decode()
+    return webp_address(stream.getvalue())
+
+
+def webp_address(content: bytes) -> str:
+    """Return the bytes of a WebP, still or animated, as a data: URL."""
+    encoded = base64.b64encode(content).decode()
     return f"data:image/webp;base64,{encoded}"
+
+
+def moving_sheet(run: RunHistory) -> str:
+    """Return the last evaluation's videos, a contact sheet that moves, as `webp_address`; "" of images."""
+    evaluated = list(sheets.evaluations(run.folder).values())
+    if not evaluated:
+        return ""
+    animation = sheets.animation_of(evaluated[-1])
+    return webp_address(animation.read_bytes()) if animation.exists() else ""
 
 
 def newest_sheets(run: RunHistory) -> dict[str, str]:
@@ -306,6 +320,7 @@ def page(runs: Sequence[RunHistory]) -> str:
         by_prompt=side_by_side(pages),
         pairs=before_and_after(pages[0][1]) if len(runs) == 1 else [],
         runs=pages,
+        moving_sheet=moving_sheet,
         newest_sheets=newest_sheets,
         settings=changed_settings(runs),
     )

@@ -154,6 +154,11 @@ def evaluations(run_dir: Path | str) -> dict[int, Path]:
     return sheets
 
 
+def animation_of(sheet: Path) -> Path:
+    """Return the place of the moving sheet beside a contact sheet, where an evaluation drew videos."""
+    return sheet.with_suffix(".webp")
+
+
 def saved_images(run_dir: Path | str) -> dict[int, Path]:
     """Return the folders of images/ that eval.save_images fills, by the number of epochs before their evaluation."""
     found = {}
@@ -185,8 +190,7 @@ def forget(run_dir: Path, epoch: int, keeps_evaluation: bool) -> None:
     for epochs, sheet in evaluations(run_dir).items():
         if epochs >= first_evaluation:
             sheet.unlink()
-            # Of videos.
-            sheet.with_suffix(".webp").unlink(missing_ok=True)
+            animation_of(sheet).unlink(missing_ok=True)
     for epochs, folder in saved_images(run_dir).items():
         if epochs >= first_evaluation:
             shutil.rmtree(folder)
