@@ -72,6 +72,16 @@ def test_a_card_of_an_editing_model_gives_its_call_a_source_and_the_hub_its_task
     assert {"image", "height", "width", "num_inference_steps"} < names <= set(taken)
 
 
+@pytest.mark.parametrize("sources", [{}, {"sources/a.png": "f9"}, None], ids=["none", "some", "not known"])
+def test_a_card_of_a_model_that_also_draws_gives_its_call_a_source_where_prompts_had_one(sources, copy):
+    change_json(copy / "config.json", model="flow_grpo/assets/tiny_flux_kontext")
+    change_json(copy / "inputs.json", sources=sources)
+    assert model_card.write_cards(copy) == []
+    text = (copy / "README.md").read_text()
+    assert ("image=source" in text) == ("YOUR PICTURE" in text) == (sources != {})
+    assert f"pipeline_tag: {'image-to-image' if sources != {} else 'text-to-image'}" in text
+
+
 def test_a_card_of_a_model_that_is_not_here_says_how_to_load_it(copy):
     change_json(copy / "config.json", model="somebody/elses")
     assert model_card.write_cards(copy) == []

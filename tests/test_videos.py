@@ -274,12 +274,12 @@ def test_a_notebook_draws_scores_and_shows_videos_and_the_card_says_what_they_ar
 def test_a_card_draws_frames_and_has_the_task_of_videos(tmp_path):
     config = config_of("pickscore_wan", tmp_path)
     family = model_classes.of_folder(config.model)
-    call = model_card.call_of(family, table.typed(config))
+    call = model_card.call_of(family, table.typed(config), edits=False)
     assert "num_frames=5" in call
     assert call.startswith("frames = pipeline(")
     assert call.endswith(").frames[0]")
-    assert model_card.task_of(family) == "text-to-video"
-    assert model_card.task_of(None) == "text-to-image"
+    assert model_card.task_of(family, edits=False) == "text-to-video"
+    assert model_card.task_of(None, edits=False) == "text-to-image"
 
 
 @pytest.mark.parametrize("name", ["pickscore_wan", "pickscore_wan_pr", "pickscore_wan_nft", "pickscore_wan_dpo"])

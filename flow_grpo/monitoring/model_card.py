@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 from markupsafe import Markup
 
 from flow_grpo import rewards
-from flow_grpo.base import locations
+from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, with_error
 from flow_grpo.checkpoints import best, exports
@@ -70,7 +70,8 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
             pictures.append(folder / name)
     config = run.config
     family = _family(config)
-    task = task_of(family)
+    edits = has_sources(family, run.folder)
+    task = task_of(family, edits)
     is_hub_id = locations.is_hub_id(config.model)
     # The path of a user's own folder is nobody's business: the card has its name.
     is_public = is_hub_id or config.model.startswith("flow_grpo/assets/")
@@ -87,21 +88,34 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
         pictures=pictures,
         facts=facts(run, folder),
         strength=exports.strength(folder),
-        edits=task == "image-to-image",
+        edits=edits,
         in_comfyui=family is None or family.IN_COMFYUI,
-        call=Markup(call_of(family, config)) if family else "",
+        call=Markup(call_of(family, config, edits)) if family else "",
         settings=public_settings(run),
     )
     (folder / "README.md").write_text(f"---\n{front_matter(run, task)}\n---\n\n{text}", encoding="utf-8")
 
 
-def task_of(family: type[FlowModel] | None) -> str:
+def task_of(family: type[FlowModel] | None, edits: bool) -> str:
     """Return what the hub calls the task of a class of models; None = not known."""
-    if family is not None and family.MOST_SOURCES:
+    if edits:
         return "image-to-image"
     if family is not None and family.FRAMES_PER_LATENT:
         return "text-to-video"
     return "text-to-image"
+
+
+def has_sources(family: type[FlowModel] | None, run_folder: Path) -> bool:
+    """Return whether the prompts of a run have images to be edited. A model that takes them, and need not, has them
+    unless the run's record of its data set says otherwise."""
+    if family is None or not family.MOST_SOURCES:
+        return False
+    file = run_folder / folders.INPUTS
+    if family.NEEDS_SOURCE or not file.exists():
+        return True
+    inputs = folders.read_json(file)
+    # A run on stored pairs may have opened no data set.
+    return not inputs.get("dataset") or inputs.get("sources") != {}
 
 
 def _family(config: Config) -> type[FlowModel] | None:
@@ -112,12 +126,12 @@ def _family(config: Config) -> type[FlowModel] | None:
         return None
 
 
-def call_of(family: type[FlowModel], config: Config) -> str:
+def call_of(family: type[FlowModel], config: Config, edits: bool) -> str:
     """Return Python that draws an image, or the frames of a video, as the run's evaluations do, with the pipeline and,
-    for edits, `source`."""
+    where it `edits`, `source`."""
     settings = family.call_arguments(training_size(config), config.eval.num_steps, config.eval.guidance_scale)
     arguments = ['"YOUR PROMPT"']
-    if family.MOST_SOURCES:
+    if edits:
         arguments.append("image=source")
     for name, value in settings.items():
         arguments.append(f"{name}={value!r}")
