@@ -111,6 +111,7 @@ TRAINING = {  # a script's run -> its rows
         no("cache_dir", "/dev/null is no folder", cache_dir="/dev/null", dry_run=1),
         no("compile_cache", "/dev/null is no folder", compile=True, compile_cache="/dev/null/x"),
         no("everybody may write to /tmp", "chmod o-w", compile=True, compile_cache="/tmp"),
+        no("compile_cache: /proc cannot be written", compile=True, compile_cache="/proc"),
         no("lora.targets has 'attn.to_qq'", "attn.to_q", lora__targets=("attn.to_k", "attn.to_qq")),
         no("lora.targets has 'attn'", lora__targets=("attn",)),  # no linear layer itself
         no("lora.targets", "lora.rank set", lora__targets=("attn.to_q",), lora__rank=0),

@@ -3,6 +3,7 @@
 import math
 import os
 import stat
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -330,7 +331,8 @@ def _check_family(config: Config, family: type[FlowModel]) -> None:
 
 
 def _check_compile_cache(config: Config) -> None:
-    """Make config.compile_cache. Raise UserError where others could put a program into it."""
+    """Make config.compile_cache. Raise UserError where others could put a program into it, or where this run could not
+    put its own."""
     if not config.compile or not config.compile_cache:
         return
     folder = Path(config.compile_cache)
@@ -341,6 +343,11 @@ def _check_compile_cache(config: Config) -> None:
             f"config.compile_cache: everybody may write to {folder}, and what is in it is run as a program; take a "
             f"folder of your own or of your team's, or take the right away: chmod o-w {folder}"
         )
+    try:
+        if folder.is_dir():
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise UserError(f"config.compile_cache: {folder} cannot be written: {error.strerror}") from error
 
 
 def _load_prompts(config: Config, stored_prompts: list[Prompt] | None) -> Prompts:
