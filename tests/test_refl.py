@@ -339,6 +339,34 @@ def test_weights_of_rewards_and_of_leaps_count_in_the_loss(how, tmp_path):
     assert 1 < leap_weights.min() <= -mean_loss / epoch["reward/avg"] <= leap_weights.max()
 
 
+def test_images_are_differentiated_by_convolutions_that_add_up_in_a_fixed_order(how, tmp_path, monkeypatch):
+    """On a GPU cuDNN's choice otherwise changes from run to run."""
+    seen = []
+
+    class Seen(torch.autograd.Function):
+        """The same images; it notes the setting in both directions."""
+
+        @staticmethod
+        def forward(context, images):
+            seen.append(torch.backends.cudnn.deterministic)
+            return images.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            seen.append(torch.backends.cudnn.deterministic)
+            return gradient
+
+    def score_pixels(images, prompts, metadata):
+        return brightness(Seen.apply(images), prompts, metadata)
+
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("seen", brightness, score_pixels)
+    train(NAME, tmp_path, **how | ONE | dict(reward_fn={"seen": 1.0}))
+    assert len(seen) > 2
+    assert all(seen)
+    assert not torch.backends.cudnn.deterministic
+
+
 def test_an_update_has_one_step_and_every_epoch_steps_of_its_own(how, tmp_path):
     steps = defaultdict(set)
 

@@ -4,7 +4,8 @@ Decoder and rewards keep their activations for config.vae_batch_size images at a
 meanwhile: the gradient by the latents is all that is left of them when the transformer's forwards begin.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -108,6 +109,21 @@ def images_per_update(run: Run) -> int:
     return run.plan.batch_size * run.plan.batches_per_epoch // run.plan.updates_per_epoch
 
 
+@contextmanager
+def repeatable_convolutions() -> Iterator[None]:
+    """Let cuDNN take only algorithms that add up in a fixed order.
+
+    Those that it prefers for the gradient of a convolution's input may not: two runs of one seed, on two GPUs of a
+    kind, had other image gradients in their first update.
+    """
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
+
+
 def score(run: Run, loaded: Rewards, drawn: DrawnImages) -> Scored:
     """Decode and score B images, and differentiate the loss by their latents, config.vae_batch_size images at a time.
     Logs the losses."""
@@ -119,12 +135,13 @@ def score(run: Run, loaded: Rewards, drawn: DrawnImages) -> Scored:
     for start in range(0, len(drawn.x_0), size):
         rows = slice(start, start + size)
         latents = drawn.x_0[rows].detach().requires_grad_()
-        pixels = run.model.decode_with_gradients(latents, run.size)
-        of_rows = score_images(loaded, pixels, drawn.batch.prompts[rows])
-        loss = drawn.loss_weight[rows] * reward_loss(of_rows["avg"], run.config.train.reward_target)
+        with repeatable_convolutions():
+            pixels = run.model.decode_with_gradients(latents, run.size)
+            of_rows = score_images(loaded, pixels, drawn.batch.prompts[rows])
+            loss = drawn.loss_weight[rows] * reward_loss(of_rows["avg"], run.config.train.reward_target)
 
-        # The graph of these images ends here.
-        gradients += torch.autograd.grad(drawn.share * loss.sum() / images_per_update(run), latents)
+            # The graph of these images ends here.
+            gradients += torch.autograd.grad(drawn.share * loss.sum() / images_per_update(run), latents)
         images.append(pixels.detach())
         losses.append(loss.detach())
         for name, values in of_rows.items():
