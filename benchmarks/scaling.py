@@ -237,13 +237,16 @@ def start_servers(gpu: int, folder: Path, stack: contextlib.ExitStack) -> list[s
     device = f"cuda:{gpu}" if torch.cuda.is_available() else "cpu"
     serve = [sys.executable, "scripts/serve_reward.py", "pickscore", "--device", device, "--options"]
     options = json.dumps(dict(model=str(folder), processor=str(folder)))
-    urls = []
+    processes = {}
     for port in PORTS:
-        stack.enter_context(started([*serve, options, "--port", str(port)]))
-        urls.append(f"http://127.0.0.1:{port}")
+        process = stack.enter_context(started([*serve, options, "--port", str(port)]))
+        processes[f"http://127.0.0.1:{port}"] = process
+    urls = list(processes)
     server = Server(urls)
-    for url in urls:
+    for url, process in processes.items():
         while not answers(server, url):
+            if process.poll() is not None:
+                raise RuntimeError(f"the reward server at {url} ended with exit status {process.returncode}")
             time.sleep(1)
     return urls
 

@@ -1,5 +1,6 @@
 """Benchmarks: the work that they count, the runs that they make, and their tables."""
 
+import contextlib
 import json
 import re
 
@@ -204,6 +205,13 @@ def narrow_clip():
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     text = clip_config(sizes).to_dict()
     return CLIPModel(CLIPConfig(text_config=text, vision_config=sizes | dict(patch_size=32), projection_dim=32))
+
+
+def test_scaling_does_not_wait_for_a_server_that_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(scaling, "clip_model", narrow_clip)
+    monkeypatch.setattr(scaling.sys, "executable", "/bin/false")
+    with contextlib.ExitStack() as stack, pytest.raises(RuntimeError, match="ended with exit status 1"):
+        scaling.start_servers(0, tmp_path / "clip", stack)
 
 
 @pytest.mark.slow
