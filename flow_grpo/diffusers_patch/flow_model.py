@@ -503,9 +503,10 @@ def check_one_shape(prompts: list[Prompt], sizes_of: Callable[[Prompt], tuple[tu
         return
     examples = []
     for sizes, prompt in list(prompt_of_sizes.items())[:2]:
-        examples.append(f"{sizes} of {quoted(prompt.text)}")
+        shapes = [f"{width}x{height}" for width, height in sizes]
+        examples.append(f"{quoted(prompt.text)} has {', '.join(shapes) or 'none'}")
     raise UserError(
-        f"sources of all prompts must have one number and shape (width, height), not {' and '.join(examples)}"
+        f"sources of all prompts must have one number and shape (width x height), but {' and '.join(examples)}"
     )
 
 
