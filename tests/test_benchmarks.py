@@ -5,6 +5,7 @@ import json
 import re
 
 import bench
+import ladder
 import learn
 import learn_record
 import pytest
@@ -238,3 +239,47 @@ def test_scaling_measures_what_its_file_lacks_and_the_hidden_share_of_a_reward(t
     assert f"| reward | 2 | {line['images_per_s'] / 8:.3g} |" in capsys.readouterr().out
     assert line["hidden_share"] == 1 - line["time/reward_s"] / line["reward_alone_s"]
     assert scaling.pending(args) == []
+
+
+def test_a_ladders_runs_differ_in_base_and_rate_alone(tmp_path):
+    args = ladder.parser().parse_args(["train", "--bases", "small=a", "--out", str(tmp_path), "--gpu"])
+    rungs = ladder.rungs(["small", "large"], [1, 2])
+    assert len({rung.name for rung in rungs}) == 2 * 2 * 5 * 5
+    for rung in rungs:
+        assert ladder.Rung.of_folder(rung.name) == rung
+    for algorithm, run in ladder.ALGORITHMS.items():
+        rates = [rung.rate for rung in rungs if rung.algorithm == algorithm and rung[0::3] == ("small", 1)]
+        config = config_files.load(run.config)
+        own_rate = run.settings.get("train.learning_rate", config.train.learning_rate)
+        assert rates[2] == own_rate
+        assert [rate / own_rate for rate in rates] == pytest.approx([1 / 9, 1 / 3, 1, 3, 9], rel=0.05)
+        rung = ladder.Rung("small", algorithm, rates[0], 1)
+        command = ladder.command_of(rung, "bases/small", args)
+        given = dict(flag.removeprefix("--config.").split("=", 1) for flag in command[3:])
+        of_study = learn.settings_of(run, 1, args)
+        changed = {key for key, value in given.items() if str(of_study.get(key)) != value}
+        assert changed == {"model", "train.learning_rate", "run_name", "max_hours"}
+        assert (given["model"], float(given["train.learning_rate"])) == ("bases/small", rates[0])
+
+
+def test_a_ladders_table_has_accuracies_at_equal_forwards(tmp_path):
+    def run(name, *accuracies):
+        """A run that is tested before its first epoch and after each, of 100 forwards."""
+        lines = []
+        for epoch, accuracy in enumerate(accuracies):
+            if epoch:
+                lines.append({"kind": "epoch", "epoch": epoch - 1, "step": 0, "forwards": 100})
+            line = {"kind": "test", "epoch": epoch, "step": 0, "test/shapes_accuracy": accuracy, "test/variety": 0.9}
+            lines.append(line)
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    run("small_nft_0.1_1", 0.4, 0.5, 0.6)
+    run("small_nft_0.1_2", 0.4, 0.7, 0.9, 0.2)
+    run("large_elbo_0.001_1", 0.4)
+    rows = ladder.draw(tmp_path).splitlines()[2:]
+    assert rows == [
+        "| large | elbo | 0.001 | 1 | 0.400 | 0.400 | 0.90 | 0 |",
+        "| small | nft | 0.1 | 2 | 0.750 | 0.750 | 0.90 | 200 |",
+    ]

@@ -328,6 +328,7 @@ def test_a_folder_that_another_process_completes_meanwhile_is_left_as_it_is(tmp_
     other = multiprocessing.get_context("fork").Process(target=complete, args=[tmp_path])
     other.start()
     while not (tmp_path / "held").exists():
+        assert other.is_alive()
         time.sleep(0.01)
     assert not prepare_preferences.claim(tmp_path, origin)
     other.join()

@@ -136,8 +136,8 @@ def build_text_encoder(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForCon
     return rounded(encoder)
 
 
-def build_pipeline(prompts: list[str], seed: int) -> QwenImagePipeline:
-    """Return Qwen-Image at toy size, float32, untrained. 64 x 64 pixels are 16 image tokens."""
+def build_pipeline(prompts: list[str], seed: int, num_layers: int = 4, num_heads: int = 4) -> QwenImagePipeline:
+    """Return Qwen-Image at toy size, float32, untrained. 64 x 64 pixels are 16 image tokens; a head has 32 channels."""
     tokenizer = build_tokenizer(prompts)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # diffusers draws initial weights from the global generator
@@ -147,8 +147,8 @@ def build_pipeline(prompts: list[str], seed: int) -> QwenImagePipeline:
         transformer = QwenImageTransformer2DModel(
             in_channels=64,
             out_channels=16,
-            num_layers=4,
-            num_attention_heads=4,
+            num_layers=num_layers,
+            num_attention_heads=num_heads,
             attention_head_dim=32,
             joint_attention_dim=TEXT_DIM,
             axes_dims_rope=(8, 12, 12),
@@ -305,6 +305,17 @@ def train_vae(
     return step
 
 
+def take_or_train_vae(
+    pipe: DiffusionPipeline, batches: Iterator[Tensor], args: argparse.Namespace, generator: torch.Generator
+) -> int:
+    """Give a pipeline the VAE of the folder args.vae, or train its own for args.vae_s. Return the steps."""
+    if not args.vae:
+        return train_vae(pipe.vae, batches, args.vae_s, generator)
+    vae = type(pipe.vae).from_pretrained(args.vae, subfolder="vae", torch_dtype=torch.float32)
+    pipe.register_modules(vae=vae.to(generator.device).eval().requires_grad_(False))
+    return 0
+
+
 def record_statistics(vae: AutoencoderKLQwenImage | AutoencoderKLWan, batches: Iterator[Tensor]) -> None:
     """Write mean and spread of the latents of 16 batches into the VAE's config."""
     means = []
@@ -424,6 +435,7 @@ def parser(description: str = __doc__) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="folder of the pipelines")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vae", help="folder of a pipeline whose VAE is taken, in place of training one")
     parser.add_argument("--vae_s", type=float, default=160)
     parser.add_argument("--transformer_s", type=float, default=310)
     parser.add_argument("--eval_every_s", type=float, default=22)
@@ -437,9 +449,9 @@ def main(args) -> None:
     train = shapes_prompts("train")
     test = shapes_prompts("test")
     texts = [prompt["prompt"] for prompt in train + test]
-    pipe = build_pipeline(texts, args.seed).to(args.device)
+    pipe = build_pipeline(texts, args.seed, args.layers, args.heads).to(args.device)
     pictures_of_vae = (images[:, :, None] for _, images in rendered(train, VAE_BATCH, generator))
-    vae_steps = train_vae(pipe.vae, pictures_of_vae, args.vae_s, generator)
+    vae_steps = take_or_train_vae(pipe, pictures_of_vae, args, generator)
     held_out = balanced(test, args.eval_prompts)
     line = {"part": "vae", "steps": vae_steps} | reconstruction(pipe.vae, held_out, generator)
     print(json.dumps(line), flush=True)
@@ -453,4 +465,7 @@ def main(args) -> None:
 
 
 if __name__ == "__main__":
-    main(command_line.arguments(parser()))
+    flags = parser()
+    flags.add_argument("--layers", type=int, default=4, help="of the transformer")
+    flags.add_argument("--heads", type=int, default=4, help="of each of its layers, of 32 channels")
+    main(command_line.arguments(flags))

@@ -22,8 +22,8 @@ from build_tiny_qwenimage import (
     TEXT_DIM,
     parser,
     rounded,
+    take_or_train_vae,
     train_transformer,
-    train_vae,
     transformer_steps,
 )
 from diffusers import (
@@ -213,7 +213,7 @@ def main(args) -> None:
     held_out = prompts_of("test")[: args.eval_prompts]
     pipe = build_pipeline(args.seed).to(args.device)
     videos_of_vae = (drawn.transpose(1, 2) for _, drawn in rendered(train, VAE_BATCH, generator))
-    vae_steps = train_vae(pipe.vae, videos_of_vae, args.vae_s, generator)
+    vae_steps = take_or_train_vae(pipe, videos_of_vae, args, generator)
     line = {"part": "vae", "steps": vae_steps} | reconstruction(pipe.vae, held_out, generator)
     print(json.dumps(line), flush=True)
 
