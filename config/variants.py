@@ -171,14 +171,16 @@ def _replace_task(config: ConfigDict) -> None:
         config.dataset = task.dataset
         config.text_tokens = task.text_tokens
     # The reward of a task refuses the prompts of another one.
-    has_learned = TASKS.get(config.model) == task and config.dataset == task.dataset
-    learned = task.rewards if has_learned else ()
+    has_learned = TASKS.get(config.model) == task
+    # Prompts are drawn by the signal of a reward with a range, which a rule has.
+    needs_range = config.sample.prompt_weights == "signal"
+    fitting = task.rewards if config.dataset == task.dataset and (has_learned or needs_range) else ()
     other_tasks = set()
     for other in TASKS.values():
-        other_tasks.update(set(other.rewards) - set(learned))
+        other_tasks.update(set(other.rewards) - set(fitting))
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if is_here(name)}
     if not config.reward_fn or not other_tasks.isdisjoint(config.reward_fn):
-        config.reward_fn = {learned[0] if learned else "jpeg_compressibility": 1.0}
+        config.reward_fn = {fitting[0] if fitting else "jpeg_compressibility": 1.0}
 
 
 def is_here(reward: str) -> bool:

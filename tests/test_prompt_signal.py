@@ -339,6 +339,13 @@ def test_what_cannot_be_drawn_by_signal_is_refused(tmp_path):
     startup.check_prompt_weights(Config(dataset=few, sample=Sample(num_prompts_per_epoch=8)), all_prompts)
 
 
+@pytest.mark.parametrize("name", ["pickscore_krea2", "editreward_flux_kontext", "pickscore_wan", "pickscore_sd3"])
+def test_a_smoke_run_that_draws_by_signal_has_a_reward_with_a_range(name):
+    """In the place of one that is not on this machine."""
+    config = table.typed(config_of(f"{name},signal"))
+    startup.check_prompt_weights(config, load_prompts(config.dataset, "train"))
+
+
 def test_the_range_of_several_rewards_is_that_of_their_weighted_sum_and_geneval_counts_from_0_to_1():
     config = table.typed(config_of(NAME, reward_fn={"shapes": 2.0, "geneval": -0.5}))
     assert rewards.bounds("geneval") == (-math.inf, 1.0)
