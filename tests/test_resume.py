@@ -11,11 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import warm
 from PIL import Image
 from recorded import Run, assert_same, go_on
 from refused import assert_refused
-from small import command_of, config_of, few_prompts, flip_a_bit, lines_of, permissions_hold, train
+from small import command_of, config_of, few_prompts, flip_a_bit, lines_of, permissions_hold, stored, train
 from two_ranks import done, launch
 
 from flow_grpo import rewards
@@ -121,8 +122,8 @@ def test_a_new_run_and_a_branch_without_a_choice_of_the_weight_of_steps_are_refu
 
 
 def test_without_branches_no_choice_of_the_weight_is_equal_and_nothing_is_said(tmp_path, capsys):
-    for stored, wanted in (("equal", ""), ("", "equal")):
-        folder = a_run_that_ended(tmp_path / f"was_{stored}", "shapes_qwenimage", train__step_weight=stored)
+    for before, wanted in (("equal", ""), ("", "equal")):
+        folder = a_run_that_ended(tmp_path / f"was_{before}", "shapes_qwenimage", train__step_weight=before)
         how = dict(train__step_weight=wanted, resume_from="latest")
         place = resume.take_folder(config_of("shapes_qwenimage", folder.parent, **how))
         folders.release(folder)
@@ -393,6 +394,23 @@ def test_a_branch_may_change_its_reward_rate_and_algorithm(how, tmp_path, monkey
     back = train(NAME, "runs", **how)  # without the old policy; no epoch is left
     assert "train.shared_noise" in json.loads((back / folders.PARENT).read_text())["changed"]
     assert best.read_best(back).inputs["dataset"] != best.read_best(branch).inputs["dataset"]
+
+
+def test_branches_go_on_from_windows_and_fewer_ones_from_them_with_all_that_was_trained(shallow, tmp_path):
+    """The commands of docs/algorithms/tempflow_grpo.md: each run begins with its parent's state, and trains on."""
+    how = shallow | dict(eval_freq=0, save_freq=1, keep_checkpoints=9)
+    how |= dict(reward_fn__shapes=0.0, reward_fn__jpeg_compressibility=1.0)
+    parent = train("shapes_qwenimage", tmp_path, **how | dict(num_epochs=1))
+    for epoch, (run_name, number) in enumerate([("branches", 4), ("fewer_branches", 2)], 1):
+        how |= dict(run_name=run_name, resume_from=str(parent / "checkpoints"), sample__num_branches=number)
+        branch = train(NAME, tmp_path, **how | dict(num_epochs=epoch + 1))
+        before = stored(branch, epoch)
+        after = stored(branch, epoch + 1)
+        for name, tensor in stored(parent, epoch).items():
+            assert torch.equal(tensor, before[name])
+        assert any(not torch.equal(tensor, after[name]) for name, tensor in before.items())
+        assert [line["epoch"] for line in lines_of(branch, "epoch")] == list(range(epoch + 1))
+        parent = branch
 
 
 def test_a_run_that_evaluates_otherwise_than_before_compares_nothing_with_earlier_figures(how, tmp_path, capsys):
