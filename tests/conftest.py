@@ -12,7 +12,7 @@ os.environ["WANDB_MODE"] = "disabled"
 # Where MKL has AVX2 alone, the bits of a product depend on where in memory its factors lie unless it is told otherwise.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
-# Two processes of as many threads as there are cores wait for each other's threads: minutes become a quarter of an hour.
+# Two processes with as many threads as there are cores wait for each other's: minutes become a quarter of an hour.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Until all tests are collected, which imports everything: to look for garbage meanwhile takes a third of that time.
