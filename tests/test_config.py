@@ -157,6 +157,14 @@ def test_every_run_passes_its_own_scripts_checks():
             assert variant != ",smoke" or config.preferences.path == config_of(run).preferences.path + "_smoke"
 
 
+@pytest.mark.parametrize("card", [",large_gpu", ",gpu_80gb", ",eight_bit_base", ",four_bit_base", ",large_gpu,px1024"])
+@pytest.mark.parametrize("objective", [",fdfo", ",endpoint"])
+def test_losses_of_whole_groups_pass_their_checks_with_the_rows_of_each_card(objective, card):
+    config = config_of(f"pickscore_qwenimage{objective}{card}")
+    checks.check(config, checks.GRPO)
+    assert config.sample.batch_size % config.sample.num_images_per_prompt == 0
+
+
 @pytest.mark.parametrize("run", ["pickscore_qwenimage", "pickscore_qwenimage_pr", "pickscore_qwenimage_nft"])
 def test_the_variant_for_80_gb_has_8_bits_where_updates_are_guided(run):
     config = config_of(run + ",gpu_80gb")
