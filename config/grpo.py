@@ -340,14 +340,14 @@ def rsm(config: ConfigDict) -> ConfigDict:
 
 def fdfo(config: ConfigDict) -> ConfigDict:
     """FDFO (arXiv:2603.12893): pairs of images from one noise, which a little noise in all steps tells apart."""
-    config = _of_endpoints(config)
-    config.train.objective = "fdfo"
-    config.train.clip_range = 0.03
-    # As many images as before, in pairs.
+    # As many images as before, in pairs, which are this loss's whole groups.
     pairs = max(config.sample.num_images_per_prompt // 2, 1)
     config.sample.num_prompts_per_epoch *= pairs
     config.sample.num_images_per_prompt = 2
     config.sample.same_latent = True
+    config = _of_endpoints(config)
+    config.train.objective = "fdfo"
+    config.train.clip_range = 0.03
     return config
 
 
