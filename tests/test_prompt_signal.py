@@ -87,9 +87,9 @@ def test_the_signal_is_that_of_the_weighted_sum_and_the_mean_of_a_prompts_groups
 
 
 def test_ranks_add_up_the_same_numbers_in_the_same_order():
-    """Branches of two images on each of two ranks, whose batches alternate."""
-    values = torch.arange(12.0).view(4, 3)
-    numbers = torch.tensor([0, 2, 1, 3])
+    """Branches of three images on each of two ranks, whose batches alternate: an order that is not its own inverse."""
+    values = torch.arange(18.0).view(6, 3)
+    numbers = torch.tensor([0, 2, 4, 1, 3, 5])
     assert in_order(values[numbers].flatten(), numbers).tolist() == values.flatten().tolist()
 
 
