@@ -10,7 +10,7 @@ import torch
 from refused import assert_refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from small import MODELS, as_prompts, lines_of, loaded, train
+from small import MODELS, as_prompts, change_json, lines_of, loaded, train
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from flow_grpo.base import folders
@@ -112,6 +112,16 @@ def test_sources_of_another_size_have_a_folder_of_their_own(tmp_path):
         (other / "model_index.json").write_text(json.dumps({"vae": ["diffusers", "Vae"], "source_pixels": pixels}))
         versions.append(FlowModel.text_version(str(other)))
     assert versions == [{"source_pixels": "1024"}, {"source_pixels": "4096"}]
+
+
+def test_another_pipeline_has_a_folder_of_its_own_with_the_same_text_encoder(tmp_path):
+    """Since its template is another one, as of the two generations of Qwen-Image-Edit."""
+    other = shutil.copytree(TINY, tmp_path / "model")
+    change_json(other / "model_index.json", _class_name="QwenImageEditPipeline")
+    before = FlowModel.text_version(TINY)
+    after = FlowModel.text_version(str(other))
+    assert before != after
+    assert before.keys() == after.keys()
 
 
 def test_another_text_encoder_has_a_folder_of_its_own(tmp_path):

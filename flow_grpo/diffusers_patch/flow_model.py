@@ -153,15 +153,17 @@ class FlowModel(ABC):
 
     @classmethod
     def text_version(cls, folder: str, memory: Path | None = None) -> dict[str, str]:
-        """Return all that tells these text encoders from others: their files' digests (see checksums) and the
-        pipeline's own settings, such as the pixels of a source that they see; or a hub id's commit."""
+        """Return all that tells these text encoders from others: their files' digests (see checksums), the pipeline's
+        class, which has the template of a prompt, and its own settings, such as the pixels of a source that they see;
+        or a hub id's commit."""
         folder = locations.resolve(folder)
         if not Path(folder).is_dir():
             snapshot = snapshot_download(folder, allow_patterns=["model_index.json"])
             return {folder: Path(snapshot).name}
         version = checksums.digests_in(Path(folder), [f"{part}/**/*" for part in cls.ENCODERS], memory)
         for name, value in folders.read_json(Path(folder, "model_index.json")).items():
-            if not name.startswith("_") and not loading.is_part(value):
+            is_setting = not name.startswith("_") and not loading.is_part(value)
+            if is_setting or name == "_class_name":
                 version[name] = json.dumps(value)
         return version
 
