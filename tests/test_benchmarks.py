@@ -17,9 +17,10 @@ from flops import row_flops
 from small import CHECKS, MODELS, ROOT, as_prompts, config_of, loaded, plan
 from transformers import CLIPConfig, CLIPModel
 
+from config import grpo, nft
 from flow_grpo.command_line import checks
 from flow_grpo.data.prompts import load_prompts
-from flow_grpo.diffusers_patch import model_classes
+from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.run import evaluate, startup, update
 from flow_grpo.settings import config_files, table
@@ -76,6 +77,17 @@ def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(scrip
         load_weights.check_model(settings.model, settings.lora, family)
         model_files.check_weights(config.model, family)
         assert all(weight.is_meta for weight in family.empty_transformer(config.model).parameters())
+
+
+def test_published_run_is_named_after_its_model():
+    named = {}
+    of_config = {}
+    for run in (*grpo.RUNS, *nft.RUNS):
+        weights = registry.published(run().model)
+        if weights is not None:
+            named[run.__name__] = random_model.model_of(run.__name__)
+            of_config[run.__name__] = weights.model
+    assert named == of_config
 
 
 @pytest.mark.parametrize("base_precision", ["", "fp8_weights"])

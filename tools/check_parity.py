@@ -26,7 +26,6 @@ from flow_grpo.algorithms.rollout import StepRows, StoredSteps
 from flow_grpo.base import rng
 from flow_grpo.base.formatting import markdown_table
 from flow_grpo.command_line import checks, command_line
-from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.kernels import compilation
 from flow_grpo.run import sampling, startup
@@ -37,7 +36,7 @@ sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 import train_qwenimage
 import train_qwenimage_pr
-from random_model import full_config, random_folder, random_model, registered
+from random_model import full_config, model_of, random_folder, random_model, registered
 
 NUM_MINIBATCHES = 3  # of which a cause is measured
 BACKENDS = {
@@ -306,9 +305,9 @@ def check(config, num_prompts: int = 2) -> dict[str, dict]:
 
 def main(config, random_weights: bool) -> int:
     if random_weights:
-        names = [name for name in registry.names() if f"_{name}" in config.name]
-        with tempfile.TemporaryDirectory() as folder, registered(random_model(names[0]), "Random"):
-            config = full_config(config, "pr")
+        family = random_model(model_of(config.name))
+        with tempfile.TemporaryDirectory() as folder, registered(family, "Random"):
+            config = full_config(config, "pr", edits=family.MOST_SOURCES > 0)
             config.model = random_folder(Path(folder, "model"))
             compared = check(config, num_prompts=1)
     else:

@@ -19,6 +19,13 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.weights import fsdp_utils, policies
 
 
+def model_of(run: str) -> str:
+    """Return the model of a published run, such as pickscore_sd3_pr."""
+    names = [name for name in registry.names() if f"_{name}" in run]
+    # A name may begin another one.
+    return max(names, key=len)
+
+
 def random_model(name: str, sizes: Mapping[str, dict] = MappingProxyType({})) -> type[FlowModel]:
     """Return the class of a model with weights of the published size, which are random and never on a disk.
 
