@@ -234,6 +234,16 @@ def editreward_qwenimage_edit_pr() -> ConfigDict:
     return models.qwenimage_edit(pickscore_qwenimage_pr())
 
 
+def editreward_qwenimage_edit_first() -> ConfigDict:
+    """Flow-GRPO on the first Qwen-Image-Edit, 512 px, of one source, with the settings of Qwen-Image-Edit-2511."""
+    return models.qwenimage_edit_first(editreward_qwenimage_edit())
+
+
+def editreward_qwenimage_edit_first_pr() -> ConfigDict:
+    """TempFlow-GRPO on the first Qwen-Image-Edit, 512 px."""
+    return models.qwenimage_edit_first(editreward_qwenimage_edit_pr())
+
+
 def editreward_flux_kontext() -> ConfigDict:
     """Flow-GRPO on FLUX.1-Kontext-dev, 512 px, by EditReward: steps, noise and guidance as published for counting."""
     config = models.flux_kontext()
@@ -427,6 +437,8 @@ RUNS = (
     edits_qwenimage_edit_pr,
     editreward_qwenimage_edit,
     editreward_qwenimage_edit_pr,
+    editreward_qwenimage_edit_first,
+    editreward_qwenimage_edit_first_pr,
     editreward_flux_kontext,
     editreward_flux_kontext_pr,
 )

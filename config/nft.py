@@ -133,6 +133,11 @@ def editreward_qwenimage_edit_nft() -> ConfigDict:
     return models.qwenimage_edit(pickscore_qwenimage_nft())
 
 
+def editreward_qwenimage_edit_first_nft() -> ConfigDict:
+    """DiffusionNFT on the first Qwen-Image-Edit, 512 px, without guidance."""
+    return models.qwenimage_edit_first(editreward_qwenimage_edit_nft())
+
+
 def editreward_flux_kontext_nft() -> ConfigDict:
     """DiffusionNFT on FLUX.1-Kontext-dev, 512 px; its guidance is an input, not a second forward, and stays at 2.5."""
     config = forward(models.flux_kontext())
@@ -247,6 +252,7 @@ RUNS = (
     pickscore_wan_nft,
     edits_qwenimage_edit_nft,
     editreward_qwenimage_edit_nft,
+    editreward_qwenimage_edit_first_nft,
     editreward_flux_kontext_nft,
 )
 VARIANTS = (

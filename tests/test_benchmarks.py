@@ -27,6 +27,7 @@ from flow_grpo.settings import config_files, table
 from flow_grpo.weights import load_weights, model_files, policies, quantisation
 
 LATER = "train_flux2_klein", "train_flux2_klein_9b_pr", "train_flux2_klein_nft", "train_qwenimage_21_pr"
+EDITS = "train_qwenimage_edit", "train_qwenimage_edit_first_pr"
 SD3 = pytest.param("train_sd3_dpo", marks=pytest.mark.slow)  # whose table of positions takes eight seconds
 
 
@@ -65,18 +66,20 @@ def test_the_work_of_an_epoch_is_counted_by_phase(shallow, tmp_path, monkeypatch
     assert update_flops == pytest.approx(2 * trunks * 2 * row, rel=1e-3)
 
 
-@pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_nft", SD3, *LATER])
+@pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_nft", SD3, *LATER, *EDITS])
 def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(script):
     """The weights of such a run are random, and none is made here."""
     name, family, config = bench.setup(bench.parser().parse_args(["--script", script, "--size", "full"]))
     settings = checks.check(config, CHECKS[config.algorithm])
     assert plan(config).batches_per_epoch >= 1
-    assert name == re.sub("flux2_klein(_9b)?|qwenimage_21|flux|sd3", "qwenimage", script)
+    assert name == re.sub("flux2_klein(_9b)?|qwenimage_21|qwenimage_edit(_first)?|flux|sd3", "qwenimage", script)
     with random_model.registered(family, "Random"):
         assert model_classes.of_folder(config.model) is family
         load_weights.check_model(settings.model, settings.lora, family)
         model_files.check_weights(config.model, family)
         assert all(weight.is_meta for weight in family.empty_transformer(config.model).parameters())
+        model = family.without_weights(config.model)
+        model.check_prompts(load_prompts(config.dataset, "train"), config.text_tokens)
 
 
 def test_published_run_is_named_after_its_model():
@@ -88,6 +91,7 @@ def test_published_run_is_named_after_its_model():
             named[run.__name__] = random_model.model_of(run.__name__)
             of_config[run.__name__] = weights.model
     assert named == of_config
+    assert {"qwenimage_edit", "qwenimage_edit_first"} < set(named.values())
 
 
 @pytest.mark.parametrize("base_precision", ["", "fp8_weights"])

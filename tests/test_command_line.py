@@ -295,7 +295,7 @@ ANSWERED = [  # a command, its exit status, and words of its answer
     (f"{TRAIN} --help", 0, ["Flow-GRPO on Qwen-Image", "--list", "train"]),
     (f"{TRAIN} --help sample train.beta", 0, ["sample.noise_level", "train.beta"]),
     (f"{TRAIN} --help nothing", 2, ["'nothing'", "sample"]),
-    (f"{TRAIN} --list", 0, ["pickscore_qwenimage_2512_pr   TempFlow-GRPO", "mixgrpo"]),
+    (f"{TRAIN} --list", 0, ["pickscore_qwenimage_2512_pr ", "TempFlow-GRPO on Qwen-Image-2512", "mixgrpo"]),
     (f"{TRAIN} --config config/dpo.py:shapes_qwenimage_dpo --list", 0, ["online"]),
     (f"{TRAIN} --config config/grpo.py:", 2, ["config/grpo.py:", "--list"]),
     (f"{TRAIN} --config config/grpo.py:shapes_qwenimage_pr,fast", 2, ["shapes_qwenimage_pr has set algorithm"]),

@@ -13,7 +13,7 @@ import torch
 import warm
 from diffusers import UniPCMultistepScheduler
 from diffusers.pipelines.flux import pipeline_flux_kontext
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from huggingface_hub import constants
 from PIL import Image
 from rounding import rounding
@@ -45,6 +45,8 @@ TEXTS = "a red circle", "a photo of a blue square and a green cross", "two blue 
 UNEQUAL = "a red circle", "two blue squares " * 12, "a green cross " * 25
 SIBLINGS = {"flux": dict(guidance_embeds=False), "sd3": dict(dual_attention_layers=())}  # FLUX.1-schnell, SD3.5-large
 SIBLINGS |= {"qwenimage_21": dict(causal_condition=False)}
+# Qwen-Image-Edit-2509 and the first one, whose tiny transformer is that of 2511.
+SIBLINGS |= {"qwenimage_edit": dict(zero_cond_t=False), "qwenimage_edit_first": dict(zero_cond_t=False)}
 SIZE = Size(64, 64)
 SIDES = dict(height=64, width=64)
 STEPS = 4
@@ -73,6 +75,12 @@ def small_sources(monkeypatch):
     """Sources of diffusers' own pipeline are as small as those of the tiny model."""
     for name in ("VAE_IMAGE_SIZE", "CONDITION_IMAGE_SIZE"):
         monkeypatch.setattr(pipeline_qwenimage_edit_plus, name, SIZE.height * SIZE.width)
+    sides_of = pipeline_qwenimage_edit.calculate_dimensions
+
+    def small_sides_of(pixels, aspect):
+        return sides_of(SIZE.height * SIZE.width, aspect)
+
+    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", small_sides_of)
     small = [(width // 16, height // 16) for width, height in pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS]
     monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", small)
 
@@ -99,7 +107,11 @@ def drawn_by_diffusers(model, size, guidance_scale, prompts):
     noise = model.noise(size, generators(len(prompts))).split(1)
     images = []
     for prompt, x in zip(prompts, noise):
-        sources = dict(image=prompt.pictures()) if prompt.sources else {}
+        sources = {}
+        if prompt.sources:
+            pictures = prompt.pictures()
+            # As in a model card: the first Qwen-Image-Edit would not resize a list for its text encoder.
+            sources = dict(image=pictures if len(pictures) > 1 else pictures[0])
         output = model.pipeline(prompt=prompt.text, latents=x, **sources, **how)
         images.append(output.frames if "frames" in output else output.images)
     color, alpha = torch.cat(images).split([3, images[0].shape[-3] - 3], -3)
@@ -342,10 +354,16 @@ def test_qwenimage_21_takes_sigmas_of_its_weights_at_their_number_alone():
 
 
 @torch.no_grad()
+def open_eyes(model):
+    """Draw weights with which the tiny text encoder's tower sees a picture: its own are zeros."""
+    weight = model.pipeline.text_encoder.model.visual.merger.mlp[-1].weight
+    weight.normal_(0, 0.1, generator=generators(1)[0])
+
+
+@torch.no_grad()
 def test_three_sources_of_shapes_of_their_own_are_seen_as_by_diffusers():
     model = loaded("qwenimage_edit", torch_dtype=torch.float64)
-    weight = model.pipeline.text_encoder.model.visual.merger.mlp[-1].weight
-    weight.normal_(0, 0.1, generator=generators(1)[0])  # the tiny tower sees nothing
+    open_eyes(model)
     pixels = torch.randint(0, 256, (3, 90, 120, 3), generator=generators(1)[0], dtype=torch.uint8).numpy()
     first, second, third = (Image.fromarray(picture) for picture in pixels)
     sources = first, second.crop((0, 0, 45, 90)), third.crop((0, 0, 120, 40))
@@ -359,6 +377,27 @@ def test_three_sources_of_shapes_of_their_own_are_seen_as_by_diffusers():
             model.check_sources(wrong)
     with pytest.raises(UserError, match="no source image"):
         loaded("qwenimage").encode(prompts)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("box", "sides"), [((0, 0, 120, 60), (96, 32)), ((0, 0, 50, 90), (32, 96))])
+def test_text_encoder_and_transformer_of_the_first_qwenimage_edit_see_one_picture_as_in_diffusers(box, sides):
+    model = loaded("qwenimage_edit_first", torch_dtype=torch.float64)
+    open_eyes(model)
+    pixels = torch.randint(0, 256, (90, 120, 3), generator=generators(1)[0], dtype=torch.uint8).numpy()
+    picture = Image.fromarray(pixels).crop(box)
+    prompts = [Prompt("a red circle", {}, (picture,))]
+    condition = model.encode(prompts)
+    assert_diffusers_own(model, prompts, condition)
+    assert condition.num_tokens == model.num_text_tokens(prompts[0])
+    (source,) = condition.sources
+    assert source.shape[2:] == (sides[1] // 8, sides[0] // 8)
+    # What it was resized to is seen alike, what it was turned to is not.
+    resized = model.pipeline.image_processor.resize(picture, sides[1], sides[0])
+    turned = resized.transpose(Image.Transpose.ROTATE_180)
+    first, second = (model.encode([replace(prompts[0], sources=(other,))]) for other in (resized, turned))
+    assert torch.equal(condition.text_embeds, first.text_embeds)
+    assert not torch.equal(condition.text_embeds, second.text_embeds)
 
 
 @torch.no_grad()
@@ -489,6 +528,7 @@ def test_flash_ends_near_the_full_walk_on_the_tiny_model(start):
 
 OTHERS = [(name, "_nft") for name in ("flux", "flux_kontext", "flux2_klein", "qwenimage_21", "krea2", "wan")]
 OTHERS += [("qwenimage_edit", "_dpo,online"), ("sd3", "_dpo"), ("wan", "_dpo,online"), ("wan", "_dpo")]
+OTHERS += [("qwenimage_edit_first", "_nft")]
 
 
 @pytest.mark.slow

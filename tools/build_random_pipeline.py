@@ -19,6 +19,7 @@ from diffusers import (
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
     AutoencoderKLWan,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
     Flux2Transformer2DModel,
@@ -66,6 +67,7 @@ from flow_grpo.diffusers_patch import registry
 from flow_grpo.diffusers_patch.models.flux_kontext import SOURCE_PIXELS, FluxKontextPipeline
 from flow_grpo.diffusers_patch.models.qwenimage_21 import QwenImage21Pipeline, TextProcessor
 from flow_grpo.diffusers_patch.models.qwenimage_edit import QwenImageEditPlusPipeline
+from flow_grpo.diffusers_patch.models.qwenimage_edit_first import QwenImageEditPipeline
 from flow_grpo.plan.sketch import transformer_sizes
 
 PROMPTS = Path(__file__).parents[1] / "dataset" / "shapes" / "train_metadata.jsonl"
@@ -116,6 +118,8 @@ PUBLISHED = dict(
     sd3=transformer_sizes("stabilityai/stable-diffusion-3.5-medium"),
     flux={},
     qwenimage={},
+    qwenimage_edit={},
+    qwenimage_edit_first={},
     qwen_text=dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28)
     | dict(num_attention_heads=28, num_key_value_heads=4)
     | dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}),
@@ -169,13 +173,24 @@ def qwenimage(sizes: dict, make: Callable) -> QwenImagePipeline:
     )
 
 
-def qwenimage_edit(sizes: dict, make: Callable) -> QwenImageEditPlusPipeline:
+def qwenimage_edit(sizes: dict, make: Callable) -> DiffusionPipeline:
     """Return Qwen-Image-Edit-2511, at its published size alone; build_tiny_qwenimage_edit.py is for the tiny one."""
+    size = dict(zero_cond_t=True) | sizes["qwenimage_edit"]
+    return edit_pipeline(QwenImageEditPlusPipeline, size, sizes, make)
+
+
+def qwenimage_edit_first(sizes: dict, make: Callable) -> DiffusionPipeline:
+    """Return the first Qwen-Image-Edit, at its published size alone; the tiny one has the parts of the newer one's."""
+    return edit_pipeline(QwenImageEditPipeline, sizes["qwenimage_edit_first"], sizes, make)
+
+
+def edit_pipeline(pipeline_class: type, size: dict, sizes: dict, make: Callable) -> DiffusionPipeline:
+    """Return a Qwen-Image-Edit; `size` is that of its transformer."""
     folder = SHIPPED.with_name("tiny_qwenimage_edit")
     tiny = QwenImageEditPlusPipeline.from_pretrained(folder, transformer=None, vae=None, text_encoder=None)
     token_id = tiny.tokenizer.convert_tokens_to_ids
-    pipeline = QwenImageEditPlusPipeline(
-        transformer=make(lambda: QwenImageTransformer2DModel(zero_cond_t=True), torch.bfloat16),
+    pipeline = pipeline_class(
+        transformer=make(lambda: QwenImageTransformer2DModel(**size), torch.bfloat16),
         tokenizer=tiny.tokenizer,
         processor=tiny.processor,
         scheduler=tiny.scheduler,

@@ -6,7 +6,8 @@ The VAE is the tiny Qwen-Image's, to which the folder links. The text encoder st
 pictures gives the same for all, so that an instruction is encoded once. The transformer is trained by flow matching
 (arXiv:2210.02747) for a given time. Every evaluation prints strict accuracy on the test prompts as a JSON line and
 writes the pipeline to a folder of its own. Shipped is one at 0.23, after 3,404 steps (215 s of an H100), as
-flow_grpo/assets/tiny_qwenimage_edit.
+flow_grpo/assets/tiny_qwenimage_edit. flow_grpo/assets/tiny_qwenimage_edit_first has links to all of its parts, and a
+model_index.json that names the other pipeline class.
 """
 
 import argparse

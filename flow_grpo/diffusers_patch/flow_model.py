@@ -194,7 +194,12 @@ class FlowModel(ABC):
         least = 1 if self.MOST_SOURCES and self.NEEDS_SOURCE else 0
         for prompt in prompts:
             if not least <= len(prompt.sources) <= self.MOST_SOURCES:
-                takes = f"{least} to {self.MOST_SOURCES} source images" if self.MOST_SOURCES else "no source image"
+                if not self.MOST_SOURCES:
+                    takes = "no source image"
+                elif least == self.MOST_SOURCES == 1:
+                    takes = "one source image"
+                else:
+                    takes = f"{least} to {self.MOST_SOURCES} source images"
                 raise UserError(f"{self.NAME} takes {takes}; {quoted(prompt.text)} has {len(prompt.sources)}")
         check_one_shape(prompts, self.source_sizes)
 

@@ -27,6 +27,7 @@ class Weights(NamedTuple):
 MODELS: dict[str, Entry | Any] = {
     "QwenImagePipeline": Entry("qwenimage", "QwenImage"),
     "QwenImageEditPlusPipeline": Entry("qwenimage_edit", "QwenImageEdit", edits=True),
+    "QwenImageEditPipeline": Entry("qwenimage_edit_first", "QwenImageEditFirst", edits=True),
     "StableDiffusion3Pipeline": Entry("sd3", "StableDiffusion3"),
     "FluxPipeline": Entry("flux", "Flux"),
     "FluxKontextPipeline": Entry("flux_kontext", "FluxKontext", edits=True),
@@ -50,6 +51,7 @@ PUBLISHED = (
     Weights("qwenimage", "Qwen/Qwen-Image-2512", "Apache-2.0", 57),
     Weights("qwenimage_edit", "Qwen/Qwen-Image-Edit-2511", "Apache-2.0", 57),
     Weights("qwenimage_edit", "Qwen/Qwen-Image-Edit-2509", "Apache-2.0", 57),
+    Weights("qwenimage_edit_first", "Qwen/Qwen-Image-Edit", "Apache-2.0", 57),
     Weights("sd3", "stabilityai/stable-diffusion-3.5-medium", STABILITY, 16),
     Weights("sd3", "stabilityai/stable-diffusion-3.5-large", STABILITY, 28),
     Weights("flux", "black-forest-labs/FLUX.1-dev", "FLUX.1 [dev] Non-Commercial License", 34),

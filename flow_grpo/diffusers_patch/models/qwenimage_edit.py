@@ -39,6 +39,13 @@ class ImageProcessor(Qwen2VLProcessor):
         ProcessorMixin.__init__(self, image_processor, tokenizer)
 
 
+def load_processor(folder: str | PathLike) -> ImageProcessor:
+    """Load the processor of a pipeline's folder or hub id."""
+    image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder, subfolder="processor")
+    tokenizer = AutoTokenizer.from_pretrained(folder, subfolder="processor")
+    return ImageProcessor(image_processor, tokenizer)
+
+
 class QwenImageEditPlusPipeline(diffusers.QwenImageEditPlusPipeline):
     """Pipeline of diffusers, under its name, with a processor of images and texts.
 
@@ -66,11 +73,7 @@ class QwenImageEditPlusPipeline(diffusers.QwenImageEditPlusPipeline):
         cls, pretrained_model_name_or_path: str | PathLike, **options: Any
     ) -> "QwenImageEditPlusPipeline":
         if options.get("processor") is None:
-            image_processor = Qwen2VLImageProcessorPil.from_pretrained(
-                pretrained_model_name_or_path, subfolder="processor"
-            )
-            tokenizer = AutoTokenizer.from_pretrained(pretrained_model_name_or_path, subfolder="processor")
-            options["processor"] = ImageProcessor(image_processor, tokenizer)
+            options["processor"] = load_processor(pretrained_model_name_or_path)
         return super().from_pretrained(pretrained_model_name_or_path, **options)
 
 
@@ -85,10 +88,10 @@ class QwenImageEdit(QwenImage):
     def check_sources(self, prompts: list[Prompt]) -> None:
         """Raise UserError also for a source of which the text encoder, or the transformer, sees next to nothing."""
         super().check_sources(prompts)
-        check_one_shape(prompts, self._seen_sizes)
+        check_one_shape(prompts, self.seen_sizes)
         for prompt in prompts:
             self._check_aspects(prompt, self.source_sizes(prompt))
-            self._check_aspects(prompt, self._seen_sizes(prompt))
+            self._check_aspects(prompt, self.seen_sizes(prompt))
 
     def _check_aspects(self, prompt: Prompt, resized_sizes: tuple[tuple[int, int], ...]) -> None:
         """Raise UserError for a source of which a side would have no pixel, or too few beside the other."""
@@ -102,25 +105,28 @@ class QwenImageEdit(QwenImage):
     def source_sizes(self, prompt: Prompt) -> tuple[tuple[int, int], ...]:
         return _sizes(prompt, self.pipeline.config["source_pixels"])
 
-    def _seen_sizes(self, prompt: Prompt) -> tuple[tuple[int, int], ...]:
+    def seen_sizes(self, prompt: Prompt) -> tuple[tuple[int, int], ...]:
         """Width and height of the prompt's sources as the text encoder sees them."""
         return _sizes(prompt, self.pipeline.config["seen_pixels"])
 
     def read_text(self, prompt: Prompt) -> str:
         """Return the sources, each as the tokens that the text encoder sees it by, and the prompt."""
-        processor = self.pipeline.processor
-        heights_and_widths = [(height, width) for width, height in self._seen_sizes(prompt)]
-        counts = processor._get_num_multimodal_tokens(heights_and_widths)["num_image_tokens"]
+        token = self.pipeline.processor.image_token
         text = ""
-        for number, count in enumerate(counts, start=1):
-            text += f"Picture {number}: <|vision_start|>{processor.image_token * count}<|vision_end|>"
+        for number, count in enumerate(self.num_seen_tokens(prompt), start=1):
+            text += f"Picture {number}: <|vision_start|>{token * count}<|vision_end|>"
         return text + prompt.text
+
+    def num_seen_tokens(self, prompt: Prompt) -> list[int]:
+        """Count the tokens that the text encoder sees each of the prompt's sources by."""
+        heights_and_widths = [(height, width) for width, height in self.seen_sizes(prompt)]
+        return self.pipeline.processor._get_num_multimodal_tokens(heights_and_widths)["num_image_tokens"]
 
     def encode_one(self, prompt: Prompt, width: int | None) -> Condition:
         """Take the last states of the text encoder, which sees the sources, and the sources' latents."""
         pipeline = self.pipeline
         seen_pictures = []
-        for picture, (seen_width, seen_height) in zip(prompt.pictures(), self._seen_sizes(prompt)):
+        for picture, (seen_width, seen_height) in zip(prompt.pictures(), self.seen_sizes(prompt)):
             seen_pictures.append(pipeline.image_processor.resize(picture, seen_height, seen_width))
         embeds, _ = pipeline.encode_prompt(prompt.text, seen_pictures, pipeline.text_encoder.device)
         return self.with_sources(Condition(embeds), prompt)
