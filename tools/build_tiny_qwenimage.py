@@ -239,28 +239,29 @@ def vae_loss(
 
 
 def as_cuda_graph(
-    function: Callable[[Tensor], None], example: Tensor, generator: torch.Generator
-) -> Callable[[Tensor], None]:
-    """Record what a function of a batch does on the GPU, and return a function that does it again with another batch.
+    function: Callable[..., None], example: tuple[Tensor, ...], generator: torch.Generator
+) -> Callable[..., None]:
+    """Record what a function of tensors does on the GPU, and return a function that does it again with other tensors.
 
-    A step of a small VAE is thousands of kernels, each of which takes longer to launch than to run. The function is
+    A step of a small model is thousands of kernels, each of which takes longer to launch than to run. The function is
     called three times for practice; `generator` is the one that it draws from.
     """
-    batch = example.clone()
+    inputs = [tensor.clone() for tensor in example]
     practice = torch.cuda.Stream()
     practice.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(practice):
         for _ in range(3):
-            function(batch)
+            function(*inputs)
     torch.cuda.current_stream().wait_stream(practice)
 
     graph = torch.cuda.CUDAGraph()
     graph.register_generator_state(generator)
     with torch.cuda.graph(graph):
-        function(batch)
+        function(*inputs)
 
-    def replay(new: Tensor) -> None:
-        batch.copy_(new)
+    def replay(*new: Tensor) -> None:
+        for place, tensor in zip(inputs, new, strict=True):
+            place.copy_(tensor)
         graph.replay()
 
     return replay
@@ -289,7 +290,7 @@ def train_vae(
         optimizer.step()
 
     if on_gpu:
-        train_on = as_cuda_graph(train_on, next(batches), generator)
+        train_on = as_cuda_graph(train_on, (next(batches),), generator)
     step = 0
     start = time.monotonic()
     progress = 0.0
@@ -369,7 +370,7 @@ def transformer_steps(
     batches: Iterator[tuple[Tensor, Condition]],
     generator: torch.Generator,
     loss_of: Callable[..., Tensor] = flow_matching_loss,
-):
+) -> Iterator[tuple[int, Tensor, torch.nn.Module]]:
     """Train the transformer on x_0 and conditions, endlessly; yield (steps done, loss, EMA transformer) of each."""
     on_gpu = model.device.type == "cuda"
     transformer = model.transformer
@@ -379,18 +380,49 @@ def transformer_steps(
         transformer.compile_repeated_blocks(dynamic=False)
     weights = list(transformer.parameters())
     averages = list(ema.parameters())
-    optimizer = torch.optim.AdamW(weights, lr=LR, fused=on_gpu)
+    lr = torch.zeros((), device=model.device)  # a tensor, which a CUDA graph reads anew at each step
+    update, loss = transformer_update(model, next(batches), lr, generator, loss_of)
     for step, (x_0, condition) in enumerate(batches, start=1):
+        lr.fill_(LR * min(step / WARMUP_STEPS, 1))
+        update(x_0, *condition.tensors().values())
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, weights, 1 - min(EMA_DECAY, (1 + step) / (10 + step)))
+        if step % SYNC_EVERY == 0 and on_gpu:
+            torch.cuda.synchronize()
+        yield step, loss, ema
+
+
+def transformer_update(
+    model: FlowModel,
+    example: tuple[Tensor, Condition],
+    lr: Tensor,
+    generator: torch.Generator,
+    loss_of: Callable[..., Tensor],
+) -> tuple[Callable[..., None], Tensor]:
+    """Return a function of x_0 and the fields of a condition that makes a step of AdamW, and the loss that it leaves.
+
+    On a GPU it is a CUDA graph, of which `example` has the shapes.
+    """
+    on_gpu = model.device.type == "cuda"
+    weights = list(model.transformer.parameters())
+    optimizer = torch.optim.AdamW(weights, lr=lr, fused=on_gpu, capturable=on_gpu)
+    last_loss = torch.zeros((), device=model.device)
+    first_x_0, first_condition = example
+    fields = first_condition.tensors()
+
+    def update(x_0: Tensor, *values: Tensor) -> None:
+        condition = Condition(**dict(zip(fields, values, strict=True)))
         with torch.autocast(model.device.type, torch.bfloat16, enabled=on_gpu):
             loss = loss_of(model, x_0, condition, generator)
-        optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP_STEPS, 1)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        with torch.no_grad():
-            torch._foreach_lerp_(averages, weights, 1 - min(EMA_DECAY, (1 + step) / (10 + step)))
-        yield step, loss.detach(), ema
+        last_loss.copy_(loss.detach())
+
+    if on_gpu:
+        update = as_cuda_graph(update, (first_x_0, *fields.values()), generator)
+    return update, last_loss
 
 
 def train_transformer(pipe: DiffusionPipeline, steps: Iterator, measure: Callable[..., dict], args) -> None:

@@ -56,8 +56,8 @@ TEXT_TOKENS = 32
 SHIFT = 3.0  # of the sigmas, as published for 480 lines
 VAE_BATCH = 24
 BATCH = 256
-NUM_ENCODED = 4 * BATCH
-TIMES_USED = 4
+NUM_ENCODED = 8 * BATCH
+TIMES_USED = 8
 TINY_QWENIMAGE = locations.resolve(registry.tiny_folder("qwenimage"))
 PROMPTS = Path(__file__).parents[1] / "dataset" / "motions" / "train_metadata.jsonl"
 
@@ -81,9 +81,22 @@ def build_text_encoder(tokenizer: T5Tokenizer, seed: int) -> UMT5EncoderModel:
     encoder = UMT5EncoderModel(config).requires_grad_(False)
     for name, weight in encoder.named_parameters():
         if weight.ndim > 1:
-            std = 1 if "shared" in name or "embed_tokens" in name else 0.5 / math.sqrt(weight[0].numel())
-            weight.normal_(0, std, generator=rng.generator(seed, "text encoder", name))
+            weight.normal_(0, encoder_std(name, weight), generator=rng.generator(seed, "text encoder", name))
     return rounded(encoder)
+
+
+def encoder_std(name: str, weight: Tensor) -> float:
+    """Return the standard deviation that a weight of the text encoder is drawn with.
+
+    The transformer sees words without their order. A head therefore looks at words of certain distances, by its bias
+    for each distance, and adds much of them: "left" is to tell which object moves there.
+    """
+    if "shared" in name or "embed_tokens" in name:
+        return 1.0
+    if "relative_attention_bias" in name:
+        return 4.0
+    by_width = 1 / math.sqrt(weight[0].numel())
+    return by_width if name.endswith("SelfAttention.o.weight") else by_width / 2
 
 
 @torch.no_grad()
