@@ -269,6 +269,7 @@ def epoch_metrics(script: str, config, family: type[FlowModel], limit_gib: float
         num_evaluated: prompts of an evaluation after them, drawn as a validation and as a test; 0 = none.
     """
     config.num_epochs = 2
+    config.logger = "none"  # no account is needed to measure
     config.eval_freq = 0
     config.save_freq = 0
     module = importlib.import_module(script)

@@ -214,6 +214,16 @@ def pickscore_wan_pr() -> ConfigDict:
     return config
 
 
+def motions_wan() -> ConfigDict:
+    """Flow-GRPO with a windowed SDE on the shipped tiny Wan, whose videos shall move as asked."""
+    return models.tiny_wan(shapes_qwenimage())
+
+
+def motions_wan_pr() -> ConfigDict:
+    """Per-step branch exploration on the shipped tiny Wan."""
+    return models.tiny_wan(shapes_qwenimage_pr())
+
+
 def edits_qwenimage_edit() -> ConfigDict:
     """Flow-GRPO with a windowed SDE on the shipped tiny editing model and its task."""
     return models.tiny_edit(shapes_qwenimage())
@@ -433,6 +443,8 @@ RUNS = (
     pickscore_krea2_pr,
     pickscore_wan,
     pickscore_wan_pr,
+    motions_wan,
+    motions_wan_pr,
     edits_qwenimage_edit,
     edits_qwenimage_edit_pr,
     editreward_qwenimage_edit,

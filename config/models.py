@@ -89,6 +89,16 @@ def tiny_edit(config: ConfigDict) -> ConfigDict:
     return config
 
 
+def tiny_wan(config: ConfigDict) -> ConfigDict:
+    """The tiny Wan and its task, videos of 9 frames, in the place of the tiny Qwen-Image."""
+    config.model = registry.tiny_folder("wan")
+    config.frames = 9
+    config.dataset = "dataset/motions"
+    config.reward_fn = {"motions": 1.0}
+    config.text_tokens = variants.TASKS[config.model].text_tokens
+    return config
+
+
 def on_proxy(config: ConfigDict) -> ConfigDict:
     """A learned guess of the rule `shapes` in its place, and the rule measured beside it.
 

@@ -121,6 +121,11 @@ def pickscore_wan_nft() -> ConfigDict:
     return config
 
 
+def motions_wan_nft() -> ConfigDict:
+    """DiffusionNFT of all weights of the shipped tiny Wan, held to its guided base."""
+    return models.tiny_wan(shapes_qwenimage_nft())
+
+
 def edits_qwenimage_edit_nft() -> ConfigDict:
     """DiffusionNFT on the shipped tiny editing model, which guidance hardly helps: its reference has none."""
     config = models.tiny_edit(shapes_qwenimage_nft())
@@ -250,6 +255,7 @@ RUNS = (
     pickscore_qwenimage_21_nft,
     pickscore_krea2_nft,
     pickscore_wan_nft,
+    motions_wan_nft,
     edits_qwenimage_edit_nft,
     editreward_qwenimage_edit_nft,
     editreward_qwenimage_edit_first_nft,

@@ -160,10 +160,12 @@ def make_shallow(folder):
 
 
 def few_prompts(folder, count=24, splits=("train", "test"), name="qwenimage"):
-    """A dataset of some prompts of shapes, spread over its files, with source images where the model takes some."""
+    """A dataset of some prompts of shapes, spread over its files, with source images where the model takes some; for a
+    model of videos, of motions."""
     folder.mkdir()
+    data = "motions" if MODELS[name].FRAMES_PER_LATENT else "shapes"
     for split in splits:
-        lines = (ROOT / f"dataset/shapes/{split}_metadata.jsonl").read_text().splitlines()
+        lines = (ROOT / f"dataset/{data}/{split}_metadata.jsonl").read_text().splitlines()
         chosen = lines[:: len(lines) // count][:count]
         with (folder / f"{split}_metadata.jsonl").open("w") as file:
             for line, source in zip(chosen, itertools.cycle(SOURCES)):

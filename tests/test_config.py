@@ -123,7 +123,12 @@ VARIANTS = {
     "dpo": ("", ",smoke", ",online", ",online,smoke", ",online,signal"),
     "refl": ("", ",draft", ",leap", ",sparse", ",smoke", ",draft,smoke"),
 }
-WITHOUT_ADAPTER = ("shapes_qwenimage_nft", "shapes_proxy_qwenimage_nft", "edits_qwenimage_edit_nft")
+WITHOUT_ADAPTER = (
+    "shapes_qwenimage_nft",
+    "shapes_proxy_qwenimage_nft",
+    "edits_qwenimage_edit_nft",
+    "motions_wan_nft",
+)
 
 
 def combinations():

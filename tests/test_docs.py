@@ -565,7 +565,7 @@ def test_every_path_script_and_config_that_is_named_exists():
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
     for script in re.findall(r"`(train_\w+?)(?:\.py)?`", NAMED):
         assert (ROOT / "scripts" / f"{script}.py").exists(), script
-    assert set(re.findall(r"\b(?:shapes|pickscore|edits|editreward)_\w+", NAMED)) == page_names.configs()[0]
+    assert set(re.findall(r"\b(?:shapes|pickscore|edits|editreward|motions)_\w+", NAMED)) == page_names.configs()[0]
 
 
 def test_every_make_target_that_is_named_exists_and_so_do_the_tests_that_the_makefile_lists():

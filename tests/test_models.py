@@ -59,6 +59,7 @@ def few(tmp_path_factory):
     folder = tmp_path_factory.mktemp("few")
     data = few_prompts(folder / "prompts", splits=splits)
     few_prompts(folder / "prompts_edits", name="qwenimage_edit", splits=splits)
+    few_prompts(folder / "prompts_motions", name="wan", splits=splits)
     return dict(dataset=data, num_epochs=1, reward_fn={"jpeg_compressibility": 1.0})
 
 
@@ -67,6 +68,8 @@ def of_model(few, name):
     how = dict(model=registry.tiny_folder(name), frames=size_of(name).frames)
     if MODELS[name].MOST_SOURCES:
         how |= dict(dataset=few["dataset"] + "_edits", text_tokens=40)
+    if MODELS[name].FRAMES_PER_LATENT:
+        how |= dict(dataset=few["dataset"] + "_motions", text_tokens=32)
     return few | how
 
 

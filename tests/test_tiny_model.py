@@ -76,6 +76,46 @@ def test_the_shipped_random_pipelines_are_what_their_builder_writes(name, tmp_pa
         torch.testing.assert_close(load_file(tmp_path / file), load_file(shipped / file))
 
 
+def test_the_shipped_tiny_wan_fits_into_4_mb():
+    folder = SHIPPED.with_name("tiny_wan")
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) <= 4e6
+
+
+@pytest.mark.slow
+def test_the_shipped_tiny_wan_moves_things_as_asked_about_half_the_time():
+    pipeline = loaded("wan").pipeline
+    prompts = build_tiny_wan.prompts_of("test")[::2]
+    drawn = build_tiny_wan.sample(pipeline, prompts, seed=3, guidance_scale=1.0)
+    measured = build_tiny_wan.accuracy(drawn, prompts)
+    assert 0.30 <= measured["all"] <= 0.60, measured
+    stills = build_tiny_wan.accuracy(drawn[:, :1].expand_as(drawn), prompts)
+    assert stills["all"] <= 0.05, stills
+    shuffled = build_tiny_wan.accuracy(drawn, prompts[1:] + prompts[:1])
+    assert shuffled["all"] <= 0.1, shuffled
+
+
+@pytest.mark.slow
+def test_the_vae_of_the_shipped_tiny_wan_keeps_what_the_reward_reads():
+    vae = loaded("wan").pipeline.vae
+    prompts = build_tiny_wan.prompts_of("test")[::2]
+    measured = build_tiny_wan.reconstruction(vae, prompts, torch.Generator().manual_seed(2))
+    assert measured["reconstructions"]["all"] >= 0.8, measured
+
+
+@torch.no_grad()
+def test_the_text_encoder_of_the_tiny_wan_tells_where_a_word_stands():
+    """The embedding of "left" depends on the object that moves there."""
+    pipeline = build_tiny_wan.build_pipeline(seed=0)
+    texts = ["a red circle moves left", "a red square moves left"]
+    embeds = []
+    for text in texts:
+        ids = pipeline.tokenizer(text, return_tensors="pt").input_ids
+        embeds.append(pipeline.text_encoder(ids).last_hidden_state[0])
+    direction = texts[0].split().index("left")
+    difference = (embeds[0][direction] - embeds[1][direction]).norm() / embeds[0][direction].norm()
+    assert difference > 0.3
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "frames"), [("wan", 3), ("qwenimage", 1)])
 def test_a_vae_is_trained_by_what_it_decodes_before_it_is_clamped(name, frames):

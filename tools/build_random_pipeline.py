@@ -2,8 +2,8 @@
 
     python tools/build_random_pipeline.py sd3 flow_grpo/assets/tiny_sd3
 
-Its pictures mean nothing. `,smoke` runs and tests use this tiny size, which is shipped, and of Qwen-Image a trained
-one; benchmarks/bench.py makes models of the published sizes, on no disk, or reads one that `--published` wrote.
+Its pictures mean nothing. `,smoke` runs and tests use this tiny size, which is shipped, and of Qwen-Image and Wan a
+trained one; benchmarks/bench.py makes models of the published sizes, on no disk, or reads one that `--published` wrote.
 """
 
 import argparse
@@ -104,9 +104,6 @@ TINY = dict(
     | dict(intermediate_size=64, timestep_embed_dim=32, text_hidden_dim=32, num_text_layers=3)
     | dict(text_num_attention_heads=2, text_num_key_value_heads=2, text_intermediate_size=32)
     | dict(num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(4, 6, 6)),
-    umt5=dict(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=1000),
-    wan_vae=dict(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1),
-    wan=dict(num_layers=2, attention_head_dim=16, num_attention_heads=2, text_dim=32, freq_dim=32, ffn_dim=64),
 )
 PUBLISHED = dict(
     clip_l=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
@@ -311,15 +308,11 @@ def krea2(sizes: dict, make: Callable) -> Krea2Pipeline:
 
 
 def wan(sizes: dict, make: Callable) -> WanPipeline:
-    """Return Wan 2.1, at its published sizes with UniPC's scheduler, at the tiny one with Euler's, by whose steps its
-    pipeline draws what training does."""
-    size = sizes["wan"]
+    """Return Wan 2.1, at its published sizes alone, with the scheduler that it is published with."""
     text = UMT5Config(feed_forward_proj="gated-gelu", **sizes["umt5"])
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    if sizes is not TINY:
-        scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     return WanPipeline(
-        transformer=make(lambda: WanTransformer3DModel(**size), torch.bfloat16),
+        transformer=make(lambda: WanTransformer3DModel(**sizes["wan"]), torch.bfloat16),
         scheduler=scheduler,
         vae=make(lambda: AutoencoderKLWan(**sizes["wan_vae"]), torch.float32),
         text_encoder=make(lambda: UMT5EncoderModel(text), torch.bfloat16),
@@ -447,6 +440,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=BUILDERS)
     parser.add_argument("folder")
-    parser.add_argument("--published", action="store_true", help="Qwen-Image has no other size here, and takes 57 GB")
+    parser.add_argument("--published", action="store_true", help="the full size; Qwen-Image takes 57 GB")
     args = command_line.arguments(parser)
+    if not args.published and args.model not in TINY:
+        parser.error(
+            f"the tiny {args.model} is trained, by tools/build_tiny_{args.model}.py; --published makes a full one"
+        )
     build(args.model, args.folder, args.published)
