@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -149,8 +150,8 @@ def test_a_digest_is_read_once_and_again_after_the_file_has_changed(tmp_path, mo
     file = tmp_path / "weights"
     memory = tmp_path / "digests.json"
     read = []
-    real = checksums.hashlib.file_digest
-    monkeypatch.setattr(checksums.hashlib, "file_digest", lambda *how: read.append(how) or real(*how))
+    real = checksums._computed_digest
+    monkeypatch.setattr(checksums, "_computed_digest", lambda *how: read.append(how) or real(*how))
     file.write_bytes(b"1" * 2**20)
     first = checksums.file_digest(file, memory)
     os.link(memory, tmp_path / "backup")
@@ -170,6 +171,58 @@ def test_a_digest_is_read_once_and_again_after_the_file_has_changed(tmp_path, mo
         assert checksums.file_digests({"a": file, "b": file}, memory) == {"a": changed, "b": changed}
     memory.write_text("[1")
     assert checksums.file_digests({"a": file, "b": file}, memory) == {"a": changed, "b": changed}
+
+
+def endless(path):
+    """A file that takes longer to read than any test, and no room on the disk."""
+    with path.open("wb") as file:
+        file.truncate(2**42)
+    return path
+
+
+def test_digests_are_computed_beside_other_work_and_a_file_is_read_once_for_all_who_ask(tmp_path, monkeypatch):
+    (tmp_path / "small").write_bytes(b"1")
+    (tmp_path / "large").write_bytes(b"2" * 2**26)
+    files = {name: tmp_path / name for name in ("small", "large")}
+    expected = checksums.file_digests(files)
+    read = []
+    real = checksums._computed_digest
+    monkeypatch.setattr(checksums, "_computed_digest", lambda *how: read.append(how) or real(*how))
+    with checksums.LaterDigests(files, tmp_path / "digests.json") as later:
+        assert checksums.file_digest(files["large"], tmp_path / "digests.json") == expected["large"]
+        assert later.result() == expected
+    assert len(read) == 2
+    assert json.loads((tmp_path / "digests.json").read_text()).keys() == {str(path) for path in files.values()}
+
+
+def test_digests_that_nobody_waits_for_end_at_once_and_those_that_are_done_are_remembered(tmp_path):
+    (tmp_path / "small").write_bytes(b"1")
+    files = {"small": tmp_path / "small", "endless": endless(tmp_path / "endless")}
+    memory = tmp_path / "digests.json"
+    with checksums.LaterDigests(files, memory):
+        checksums.file_digest(files["small"], memory)
+        memory.unlink()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(checksums.THREADS)]
+    assert json.loads(memory.read_text()).keys() == {str(files["small"])}
+
+
+def test_digests_of_several_processes_are_all_remembered(tmp_path):
+    """One writes the memory while the other one still reads."""
+    memory = tmp_path / "digests.json"
+    (tmp_path / "small").write_bytes(b"1")
+    with checksums.LaterDigests({"small": tmp_path / "small"}, memory) as later:
+        later.result()
+        memory.write_text(json.dumps({"of another": [1, 2, 3, "a"]}))
+        (tmp_path / "second").write_bytes(b"2")
+        checksums.file_digest(tmp_path / "second", memory)
+    assert json.loads(memory.read_text()).keys() == {"of another", str(tmp_path / "small"), str(tmp_path / "second")}
+
+
+def test_a_file_that_cannot_be_read_is_named_by_one_sentence(tmp_path):
+    gone = tmp_path / "gone"
+    problem = f"^{gone} cannot be read: No such file or directory$"
+    with checksums.LaterDigests({"gone": gone}) as later, pytest.raises(UserError, match=problem):
+        later.result()
 
 
 class Kept(NamedTuple):

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -647,3 +648,24 @@ def test_digests_are_remembered_in_a_cache_that_runs_share_or_in_the_runs_folder
         (tmp_path / name).mkdir()
         input_files.current_inputs(config_of("shapes_qwenimage", cache_dir=str(tmp_path / "cache")), tmp_path / "run")
         assert (tmp_path / name / folders.DIGESTS).exists()
+
+
+def test_a_new_run_computes_its_models_digests_beside_loading_and_stores_them_before_it_trains(how, tmp_path):
+    stored = input_files.stored_inputs(Path(RUN))
+    config = table.typed(config_of(NAME, tmp_path, **how))
+    assert stored.model == input_files.current_inputs(config, tmp_path).model
+    assert {"model_index.json", "transformer/config.json"} <= stored.model.keys()
+    assert "model" in best.read_best(Path(RUN)).inputs
+
+
+def test_a_start_that_fails_waits_for_no_digest(tmp_path, monkeypatch):
+    """One of a model with a file that takes hours to read."""
+    model = shutil.copytree("flow_grpo/assets/tiny_qwenimage", tmp_path / "model")
+    (model / "other").mkdir()
+    with (model / "other" / "weights.safetensors").open("wb") as file:
+        file.truncate(2**42)
+    rewards.register("unusable", lambda *images: 1 / 0)
+    with pytest.raises(ValueError, match="unusable"):
+        train(NAME, tmp_path / "runs", model=str(model), reward_fn={"unusable": 1.0})
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(checksums.THREADS)]
+    assert not (tmp_path / "runs").exists()

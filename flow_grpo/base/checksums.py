@@ -7,6 +7,7 @@ inner folder with a checksums.json of its own is left out. It does not tell who 
 import hashlib
 import json
 import os
+import threading
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +15,18 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import in_one_line
 
 FILE = "checksums.json"
 CHUNK = 2**22  # bytes
+# Threads of digests that are computed beside other work: they leave that work the other cores and most of the disk, and
+# finish the first files before they begin with the last.
+READERS_BESIDE = 4
+THREADS = "digests"  # in the names of threads
 
 
 def write_checksums(folder: Path) -> None:
@@ -95,12 +102,17 @@ def file_digest(path: Path, memory: Path | None = None) -> str:
 
 def digests_in(folder: Path, patterns: Iterable[str], memory: Path | None) -> dict[str, str]:
     """Return the digests of a folder's files that match a pattern, by their paths in it, see `file_digests`."""
+    return file_digests(files_in(folder, patterns), memory)
+
+
+def files_in(folder: Path, patterns: Iterable[str]) -> dict[str, Path]:
+    """Return the files of a folder that match a pattern, by their paths in it, in the order of the patterns."""
     files = {}
     for pattern in patterns:
         for path in sorted(folder.glob(pattern)):
             if path.is_file():
                 files[str(path.relative_to(folder))] = path
-    return file_digests(files, memory)
+    return files
 
 
 def file_digests(files: dict[str, Path], memory: Path | None = None) -> dict[str, str]:
@@ -109,29 +121,126 @@ def file_digests(files: dict[str, Path], memory: Path | None = None) -> dict[str
     Args:
         memory: JSON file that keeps digests for later processes, which may share it; it need not be readable or
             writable.
+
+    Raises:
+        UserError: a file cannot be read.
     """
-    paths = {name: Path(path).resolve() for name, path in files.items()}
-    known = {}  # path -> [bytes, time of the content, time of the entry in ns, digest]
-    if memory:
-        with suppress(UserError):  # it is missing or damaged
-            known = folders.read_json(memory)
-    with ThreadPoolExecutor() as pool:
-        entries = pool.map(partial(_digest_entry, known), paths.values())
-        current = dict(zip(map(str, paths.values()), entries))
-    updated = known | current
-    if memory and known != updated:
-        with suppress(OSError):
-            folders.write_text(memory, json.dumps(updated))
-    return {name: current[str(path)][-1] for name, path in paths.items()}
+    return _compute(_resolved(files), _memory_at(memory), threading.Event())
 
 
-def _digest_entry(known: dict[str, Any], file: Path) -> list[Any]:
-    """Return a file's size, times and digest. The digest is computed unless size and times are the known ones."""
-    status = file.stat()
-    entry = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-    remembered = known.get(str(file))
-    if isinstance(remembered, list) and remembered[:-1] == entry and isinstance(remembered[-1], str):
-        return remembered
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, partial(hashlib.blake2b, digest_size=16))
-    return [*entry, digest.hexdigest()]
+class LaterDigests:
+    """Digests as `file_digests` returns them, computed by threads while the process does other work.
+
+    After its `with` block no thread is left: those that still read have stopped, and what they had finished is in the
+    memory.
+    """
+
+    def __init__(self, files: dict[str, Path], memory: Path | None = None) -> None:
+        self._stopped = threading.Event()
+        self._pool = ThreadPoolExecutor(1, THREADS)
+        # Held, so that `file_digests` shares what is computed here. Paths are made absolute now, since other work may
+        # change the working directory.
+        self._memory = _memory_at(memory)
+        self._digests = self._pool.submit(_compute, _resolved(files), self._memory, self._stopped, READERS_BESIDE)
+
+    def result(self) -> dict[str, str]:
+        """Wait for the digests. Raises UserError for a file that cannot be read."""
+        return self._digests.result()
+
+    def __enter__(self) -> "LaterDigests":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+        self._pool.shutdown()
+
+
+class _Stopped(Exception):
+    """End of a thread whose digest nobody waits for any more."""
+
+
+class _Memory:
+    """Digests that this process has computed, and the JSON file that keeps them for later ones.
+
+    Threads share them: two that want the digest of one file read it once.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._entries: dict[str, list[Any]] = {}  # path -> [bytes, time of the content, of the entry in ns, digest]
+        self._reading: dict[str, threading.Lock] = {}  # path -> lock of the thread that reads the file
+        self._writing = threading.Lock()
+
+    def stored(self) -> dict[str, Any]:
+        """Return the entries of the file, {} if it is missing or damaged."""
+        if self._file:
+            with suppress(UserError):
+                return folders.read_json(self._file)
+        return {}
+
+    def store(self) -> None:
+        """Add what was computed to the file, which another process may have written in between."""
+        if not self._file:
+            return
+        with self._writing:
+            stored = self.stored()
+            updated = stored | self._entries
+            if updated != stored:
+                with suppress(OSError):
+                    folders.write_text(self._file, json.dumps(updated))
+
+    def digest(self, file: Path, stored: dict[str, Any], stopped: threading.Event) -> str:
+        """Return the digest of a file, computed unless its size and times are those of a known one."""
+        path = str(file)
+        with self._reading.setdefault(path, threading.Lock()):
+            try:
+                status = file.stat()
+                entry = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+                for known in (self._entries.get(path), stored.get(path)):
+                    if isinstance(known, list) and known[:-1] == entry and isinstance(known[-1], str):
+                        return known[-1]
+                digest = _computed_digest(file, stopped)
+            except OSError as error:
+                raise UserError(f"{in_one_line(file)} cannot be read: {error.strerror}") from error
+            self._entries[path] = [*entry, digest]
+            return digest
+
+
+# Memories that are in use, by their files.
+_memories: WeakValueDictionary[Path, _Memory] = WeakValueDictionary()
+
+
+def _memory_at(file: Path | None) -> _Memory:
+    """Return the memory that a file keeps, the same one as long as anybody uses it."""
+    if file is None:
+        return _Memory(None)
+    return _memories.setdefault(file.absolute(), _Memory(file.absolute()))
+
+
+def _resolved(files: dict[str, Path]) -> dict[str, Path]:
+    return {name: Path(path).resolve() for name, path in files.items()}
+
+
+def _compute(
+    paths: dict[str, Path], memory: _Memory, stopped: threading.Event, threads: int | None = None
+) -> dict[str, str]:
+    """Return name -> digest of a path. `memory` keeps those that are done, even where another one fails."""
+    digest = partial(memory.digest, stored=memory.stored(), stopped=stopped)
+    try:
+        with ThreadPoolExecutor(threads, THREADS) as pool:
+            return dict(zip(paths, pool.map(digest, paths.values())))
+    finally:
+        memory.store()
+
+
+def _computed_digest(file: Path, stopped: threading.Event) -> str:
+    """Return the digest of a file's bytes. Large chunks: other threads may run while one is read or hashed."""
+    digest = hashlib.blake2b(digest_size=16)
+    buffer = memoryview(bytearray(CHUNK))
+    with file.open("rb", buffering=0) as stream:
+        # readinto returns 0 at the end.
+        for count in iter(partial(stream.readinto, buffer), 0):
+            if stopped.is_set():
+                raise _Stopped
+            digest.update(buffer[:count])
+    return digest.hexdigest()

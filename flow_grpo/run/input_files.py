@@ -61,22 +61,24 @@ class Inputs(NamedTuple):
         return digests | self.rewards
 
 
-def current_inputs(config: Config, run_folder: Path, prompt_files: Sequence[PromptFile] = ()) -> Inputs:
+def current_inputs(
+    config: Config, run_folder: Path, prompt_files: Sequence[PromptFile] = (), *, reads_model: bool = True
+) -> Inputs:
     """Return digests of the files that a run of this config reads now.
 
     Args:
         prompt_files: files of its data set that it has opened.
+        reads_model: False = without those of the model's folder, which `later_model` computes.
     """
-    # Digests are remembered, in the cache or else in the run's folder.
-    has_cache = config.cache_dir and Path(config.cache_dir).is_dir()
-    memory = Path(config.cache_dir if has_cache else run_folder, folders.DIGESTS)
+    memory = _memory(config, run_folder)
+    model = _model_files(config) if reads_model else {}
     teachers = {}
     for folder in config.train.teachers:
         for name, digest in _adapter(folder, memory).items():
             teachers[f"{folder}/{name}"] = digest
     return Inputs(
         dataset=checksums.file_digests({file.path.name: file.path for file in prompt_files}, memory),
-        model=_model(locations.resolve(config.model), memory),
+        model=checksums.file_digests(model, memory) | _commit(config),
         lora_path=_adapter(config.lora.path, memory),
         lora_base=_adapter(config.lora.base, memory),
         preferences_path=_pairs(config.preferences.path, memory),
@@ -85,6 +87,25 @@ def current_inputs(config: Config, run_folder: Path, prompt_files: Sequence[Prom
         train_data=_data(config.train.data, memory),
         sources=checksums.file_digests(_sources_of(prompt_files), memory),
     )
+
+
+def later_model(config: Config, run_folder: Path) -> checksums.LaterDigests:
+    """Begin to compute the digests of the model's files, which take as long as the disk takes to read the model, while
+    it is loaded from the same files."""
+    return checksums.LaterDigests(_model_files(config), _memory(config, run_folder))
+
+
+def write_with_model(run_folder: Path, inputs: Inputs, digests: checksums.LaterDigests) -> Inputs:
+    """Store the digests of a new run as soon as those of its model's files are computed, and return them all."""
+    inputs = inputs._replace(model=inputs.model | digests.result())
+    write_inputs(run_folder, inputs)
+    return inputs
+
+
+def _memory(config: Config, run_folder: Path) -> Path:
+    """File that remembers digests: in the cache, or else in the run's folder."""
+    has_cache = config.cache_dir and Path(config.cache_dir).is_dir()
+    return Path(config.cache_dir if has_cache else run_folder, folders.DIGESTS)
 
 
 def _reward_files(config: Config) -> dict[str, Path]:
@@ -212,10 +233,17 @@ def _adapter(path: str, memory: Path) -> dict[str, str]:
     return checksums.file_digests({file.name: file for file in lora_files.files_of(path)}, memory)
 
 
-def _model(folder: str, memory: Path) -> dict[str, str]:
-    """Digests of a pipeline's files in a folder, or the commit of a hub id."""
+def _model_files(config: Config) -> dict[str, Path]:
+    """Files of a pipeline in a folder, those of text encoders before the transformer's; {} of a hub id."""
+    folder = Path(locations.resolve(config.model))
+    return checksums.files_in(folder, PARTS) if folder.is_dir() else {}
+
+
+def _commit(config: Config) -> dict[str, str]:
+    """Commit of a hub id's files; {} of a folder."""
+    folder = locations.resolve(config.model)
     if Path(folder).is_dir():
-        return checksums.digests_in(Path(folder), PARTS, memory)
+        return {}
     index = try_to_load_from_cache(folder, "model_index.json")
     if not isinstance(index, str):
         return {}

@@ -28,7 +28,7 @@ class Place(NamedTuple):
     folder: Path
     checkpoint: Path | None
     parent: Path | None  # folder of the run that this one branches off
-    inputs: Inputs
+    inputs: Inputs  # of a new run without those of its model's folder
     changed: dict[str, tuple]  # a branch's settings that differ from its parent's: key -> (there, here)
     kept: dict[str, Any]  # settings of the checkpoint that a resumed run goes on with, whatever its config says
 
@@ -80,10 +80,10 @@ def take_folder(config: Config, prompt_files: Sequence[PromptFile] = ()) -> Plac
 
 
 def _begin(config: Config, folder: Path, prompt_files: Sequence[PromptFile]) -> Place:
-    """Begin a new run: note in its folder what it reads."""
+    """Begin a new run. There is nothing to compare its model's files with, so their digests can wait until it is
+    loaded."""
     checks.check_step_weight(config)
-    inputs = input_files.current_inputs(config, folder, prompt_files)
-    input_files.write_inputs(folder, inputs)
+    inputs = input_files.current_inputs(config, folder, prompt_files, reads_model=False)
     dashboard.say(f"the run begins in {folder}")
     return Place(folder, None, None, inputs, changed={}, kept={})
 

@@ -5,6 +5,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +17,7 @@ from flow_grpo import rewards
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.algorithms.prompt_signal import PromptSignal
 from flow_grpo.algorithms.schedules import BranchSchedule
-from flow_grpo.base import distributed, folders, locations, signals
+from flow_grpo.base import checksums, distributed, folders, locations, signals
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
@@ -32,7 +33,7 @@ from flow_grpo.monitoring import provenance, trackers
 from flow_grpo.monitoring.dashboard import Dashboard, explained, say
 from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.plan import sketch
-from flow_grpo.run import dry_run, evaluate, loop, resume
+from flow_grpo.run import dry_run, evaluate, input_files, loop, resume
 from flow_grpo.run.run import Experiment, Prompts, Run
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
@@ -73,7 +74,7 @@ def start(
     place = distributed.on_main(resume.take_folder, settings, texts.files).absolute()
     settings = table.with_values(settings, place.kept)
     with folders.released_on_error(place.folder):
-        run = _load(experiment._replace(config=settings), ranks, place, extra_policies, reference)
+        run = _load_beside_digests(experiment._replace(config=settings), ranks, place, extra_policies, reference)
     if place.checkpoint:
         resume.resume(run, place, place.checkpoint)
     run.board.truncate(run.epoch, evaluate.remaining_kinds(run))
@@ -82,6 +83,30 @@ def start(
         distributed.on_main(provenance.note_start, run.folder, settings, run.world_size, run.epoch)
     signals.listen(partial(loop.lacks_time, run), partial(loop.conclude_after_signal, run))
     return run
+
+
+def _load_beside_digests(
+    experiment: Experiment,
+    ranks: distributed.Ranks,
+    place: resume.Place,
+    extra_policies: tuple[str, ...],
+    reference: bool,
+) -> Run:
+    """Load the run while the digests of a new run's model are computed, and store these before anything is trained."""
+    with distributed.on_all(_later_digests, experiment.config, place) as digests:
+        run = _load(experiment, ranks, place, extra_policies, reference)
+        if place.checkpoint is None:
+            with explained(run.folder):
+                run.inputs = distributed.on_main(input_files.write_with_model, run.folder, run.inputs, digests)
+    return run
+
+
+def _later_digests(config: Config, place: resume.Place) -> AbstractContextManager[checksums.LaterDigests | None]:
+    """Begin to compute the digests of a new run's model on the rank that stores them. A run that goes on has compared
+    all of its files, before any weight is loaded."""
+    if place.checkpoint or not distributed.is_main():
+        return nullcontext()
+    return input_files.later_model(config, place.folder)
 
 
 def _say_plan(run: Run) -> None:
