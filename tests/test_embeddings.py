@@ -82,6 +82,28 @@ def test_what_is_read_is_what_was_encoded_by_whoever_the_umask_lets(name, guided
     assert {file.stat().st_mode for file in cache.folder.glob("*.safetensors")} == {plain.stat().st_mode}
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_that_come_one_at_a_time_share_the_negative_that_is_encoded_for_the_first(name):
+    prompts = as_prompts(TEXTS, name)
+    expected = [loaded(name).encode([prompt], width=32) for prompt in prompts]
+    model = loaded(name)
+    encoded = []
+    encode_one = model.encode_one
+
+    def note_and_encode(prompt, width):
+        encoded.append(prompt.text)
+        return encode_one(prompt, width)
+
+    model.encode_one = note_and_encode
+    for prompt, condition in zip(prompts, expected):
+        assert_same(model.encode([prompt], width=32), condition)
+    negatives = [text for text in encoded if text == model.NEGATIVE_PROMPT]
+    has_negatives = model.NEGATIVE_PROMPT is not None
+    pictures = {prompt.sources for prompt in prompts}
+    assert len(negatives) == (len(pictures) if has_negatives else 0)
+    assert_same(model.encode(prompts[:1], width=40), loaded(name).encode(prompts[:1], width=40))
+
+
 def test_a_second_run_loads_no_text_encoder_and_logs_the_same(shallow, tmp_path, monkeypatch):
     """Window runs that fill a cache: test_models.py."""
     name = "shapes_qwenimage_nft"

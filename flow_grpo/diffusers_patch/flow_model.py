@@ -97,6 +97,7 @@ class FlowModel(ABC):
         self.network = Network(pipeline.transformer, self.forward)
         self.detach_negative = False  # whether velocities have no gradient by their negative forward
         self.known_timesteps: Tensor | None = None  # [T] f32, on the CPU, of a precomputed modulation; None = any
+        self._last_negative: tuple[str, int | None, Condition] | None = None  # digest, width, and the row
 
     @classmethod
     def load(
@@ -253,17 +254,27 @@ class FlowModel(ABC):
         if guided and self.NEGATIVE_PROMPT is not None:
             negatives = [replace(prompt, text=self.NEGATIVE_PROMPT) for prompt in prompts]
 
-        # Prompts that repeat are encoded once. Negatives differ from each other in their source images alone.
+        # Prompts that repeat are encoded once.
         encoded = {}
-        for prompt in (*prompts, *negatives):
+        for prompt in prompts:
             if prompt.digest not in encoded:
                 encoded[prompt.digest] = self.encode_one(prompt, width)
         rows = [encoded[prompt.digest] for prompt in prompts]
         condition = Condition.stack(rows, width if self.CUTS_PADDING else None)
         if not negatives:
             return condition
-        negative_rows = [encoded[prompt.digest] for prompt in negatives]
+        negative_rows = [self._encode_negative(prompt, width) for prompt in negatives]
         return replace(condition, negative=Condition.stack(negative_rows))
+
+    def _encode_negative(self, prompt: Prompt, width: int | None) -> Condition:
+        """Encode a negative prompt, or return the row of the last one. Negatives differ from each other in their source
+        images alone, and prompts come one at a time, whose text encoders would see the same text again and again."""
+        digest = prompt.digest
+        last = self._last_negative
+        if last is None or last[:2] != (digest, width):
+            last = (digest, width, self.encode_one(prompt, width))
+            self._last_negative = last
+        return last[2]
 
     def with_sources(self, condition: Condition, prompt: Prompt) -> Condition:
         """Add the latents [1, c, h, w] of a prompt's sources to its condition of one row."""
