@@ -327,12 +327,6 @@ def eight_bit_base(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def spread(config: ConfigDict) -> ConfigDict:
-    """Fewer branches at steps where rewards spread less in the epochs before, down to 2; train_*_pr.py."""
-    config.sample.branch_schedule = "spread"
-    return config
-
-
 def guard(config: ConfigDict) -> ConfigDict:
     """GRPO-Guard (arXiv:2510.22319), published hyperparameters."""
     config.train.objective = "guard"
@@ -460,7 +454,6 @@ VARIANTS = (
     mixgrpo,
     variants.flash,
     fast,
-    spread,
     guard,
     dppo,
     rsm,

@@ -26,7 +26,7 @@ from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.algorithms.rollout import StoredSteps, concat
 from flow_grpo.run import rewards
 from flow_grpo.run.run import Run
-from flow_grpo.run.sampling import plan_branches, sample_epoch, to_rollout
+from flow_grpo.run.sampling import sample_epoch, to_rollout
 from flow_grpo.run.update import updates
 from flow_grpo.settings import declared
 
@@ -38,16 +38,10 @@ def rollout(run: Run, epoch: int) -> tuple[StoredSteps, list[rewards.Submitted]]
     # Never the last step: its density is a spike.
     branching_steps = range(run.plan.num_trained_steps)
 
-    # With sample.branch_schedule "spread", fewer branches leave steps whose branches scored alike in earlier epochs.
-    run.plan = plan_branches(run)
-
     # Trunks come in batches as their branches are finished; rewards are computed while the next ones are sampled.
     stored = []
     submitted = []
-    drawn = sample_epoch(
-        run, epoch, lambda batch: branching_steps, run.plan.num_branches, branches_at=run.plan.branches_at
-    )
-    for batch, samples in drawn:
+    for batch, samples in sample_epoch(run, epoch, lambda batch: branching_steps, run.plan.num_branches):
         groups = groups_of(batch.image_numbers, run.plan, run.config.sample.baseline)
         stored.append(to_rollout(run, samples, batch))
         submitted.append(rewards.submit(run, samples, batch, groups))

@@ -65,9 +65,7 @@ class Denoised(NamedTuple):
         return sum(forward.num_rows for forward in self.forwards)
 
 
-def denoised(
-    noisy_steps, num_branches=1, ode_rows=1000, prompts=range(NUM_PROMPTS), groups=None, branches_at=(), **flash
-):
+def denoised(noisy_steps, num_branches=1, ode_rows=1000, prompts=range(NUM_PROMPTS), groups=None, **flash):
     streams = generators()
     latents = rng.normal(SHAPE, streams)
     params = SamplingParams(NUM_STEPS, 1.0, NOISE_LEVEL, **flash)
@@ -96,7 +94,6 @@ def denoised(
             params,
             noisy_steps=noisy_steps,
             num_branches=num_branches,
-            branches_at=branches_at,
             generator=streams[name],
         )
         requests.append(request)
@@ -163,25 +160,6 @@ def test_branches_are_what_one_gets_one_at_a_time_without_a_forward_too_many(ste
                 torch.testing.assert_close(traced.step.prev_sample[outcome], step.prev_sample[0])
                 image = ode_steps(step.prev_sample, range(i + 1, NUM_STEPS), row)
                 torch.testing.assert_close(result.latents[row, k, j], image[0])
-
-
-@pytest.mark.parametrize("ode_rows", [1, 1000])
-def test_each_step_has_its_own_number_of_branches_in_the_order_of_the_steps(ode_rows):
-    steps = range(1, 4)
-    branches_at = (4, 2, 3)
-    result = denoised(steps, 4, ode_rows, branches_at=branches_at)
-    assert result.latents.shape[:2] == (NUM_PROMPTS, sum(branches_at))
-    for row, stream in enumerate(generators()):
-        latents = torch.randn(1, *SHAPE, generator=stream)
-        for k, (i, number) in enumerate(zip(steps, branches_at, strict=True)):
-            trunk = ode_steps(latents, range(i), row)
-            noise = torch.randn(number, *SHAPE, generator=stream)
-            first = sum(branches_at[:k])
-            for j in range(number):
-                step = noisy_step(trunk, i, row, noise[j : j + 1])
-                torch.testing.assert_close(result.trace[k].step.log_prob[row * number + j], step.log_prob[0])
-                image = ode_steps(step.prev_sample, range(i + 1, NUM_STEPS), row)
-                torch.testing.assert_close(result.latents[row, first + j], image[0])
 
 
 def test_finished_trunks_and_branches_are_freed_without_a_garbage_collection():

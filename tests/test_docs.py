@@ -211,7 +211,6 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "A script refuses a setting that it would ignore": ("test_config.py", "def test_a_script_refuses_exactly"),
     "another one refuses it": ("test_config.py", "def test_a_script_refuses_exactly"),
     "which train_*_pr.py refuses": ("test_refusals.py", "step_weight is ''"),
-    '"spread" is refused': ("test_refusals.py", '"branch_schedule", "filter_groups"'),
 }
 
 

@@ -45,7 +45,6 @@ RUNS = {  # script -> its runs, which have all that it can do switched on betwee
     ],
     table.PR: [
         (BRANCHES, TWO | KL | SIGNAL),
-        (f"{BRANCHES},spread", ONE | dict(sample__num_branches=4)),
         *((f"{BRANCHES},{name}", ONE) for name in ("dppo", "guard", "rsm")),
     ],
     table.NFT: [

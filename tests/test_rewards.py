@@ -400,13 +400,6 @@ def test_a_sheet_shows_the_first_trunks_branches_and_the_first_groups_with_their
     for row in rows:
         assert [picture.getpixel((0, 0))[0] for picture in row.pictures] == row.indices
 
-    # Of unequal numbers, without the copies that the scores [2, 3, 2] have.
-    branches = shades[:8].view(2, 4, 1, 1, 1).expand(-1, -1, 3, 8, 8)
-    rows = run_rewards.shown_rows(branches, batch, torch.zeros(2, 3, 2, dtype=torch.int64), (1, 2, 1))
-    assert [row.indices for row in rows] == [[6], [8, 9], [10]]
-    for row, shades_of_row in zip(rows, [[4], [5, 6], [7]], strict=True):
-        assert [picture.getpixel((0, 0))[0] for picture in row.pictures] == shades_of_row
-
     images = shades[:2].view(2, 1, 1, 1).expand(-1, 3, 8, 8)
     rows = run_rewards.shown_rows(images, batch, torch.tensor([3, 0]))
     assert [(row.title, row.indices) for row in rows] == [(["a blue square"], [1]), (["a red circle"], [0])]

@@ -34,28 +34,6 @@ def group_stats(rewards: Tensor, groups: Tensor) -> GroupStats:
     return GroupStats(mean, std.where(std > FLAT * mean.abs(), 0.0), group)
 
 
-def spreads_of_steps(scores: Tensor) -> list[float]:
-    """Return the spread of each step's rewards, K numbers: the root of the unbiased variance within the branches that
-    leave one trunk at the step, mean over trunks. Its expectation does not depend on the number of branches. NaN for a
-    step of which no trunk has two scored branches.
-
-    Args:
-        scores: [T, K, J] of T trunks, NaN = not scored, or a copy.
-    """
-    spreads = []
-    for of_step in scores.unbind(1):
-        scored = of_step.isfinite()
-        trunks = torch.arange(len(of_step))[:, None].expand(of_step.shape)
-        stats = group_stats(of_step[scored], trunks[scored])
-        counts = torch.bincount(stats.group)
-
-        # One branch has no spread.
-        compares = counts > 1
-        unbiased = stats.std.square() * counts / (counts - 1).clamp(min=1)
-        spreads.append(unbiased[compares].mean().sqrt().item())
-    return spreads
-
-
 def sum_of(terms: list[Tensor]) -> Tensor:
     """Sum of tensors of one shape, in their order."""
     return sum(terms, torch.zeros_like(terms[0]))

@@ -23,16 +23,12 @@ class BatchPlan:
     num_branches: int  # scored outcomes per row; 1 without branching
     updates_per_epoch: int  # optimizer steps per inner epoch
     images_together: int = 1  # neighbours whose rows of a step share a minibatch: a group's, where a loss needs them
-    branches_at: tuple[int, ...] = ()  # of this epoch, that leave each trained step; () = num_branches at each
 
     @property
     def num_images(self) -> int:
         """Scored images of an epoch, over all ranks; trunks are not scored."""
-        num_starts = self.num_groups * self.group_size
-        if self.branches_at:
-            return num_starts * sum(self.branches_at)
         steps = self.num_trained_steps if self.num_branches > 1 else 1
-        return num_starts * self.num_branches * steps
+        return self.num_groups * self.group_size * self.num_branches * steps
 
 
 class Division(NamedTuple):
@@ -248,12 +244,6 @@ def num_gradient_steps(train: Train) -> int:
     if train.gradient_path == "leap":
         return 2
     return train.gradient_steps
-
-
-def numbers_of_branches(most: int) -> list[int]:
-    """Return the numbers of branches that a step may have with sample.branch_schedule "spread", ascending: the divisors
-    of `most` from 2 on."""
-    return [number for number in _divisors(most) if number > 1]
 
 
 def _divisors(number: int) -> list[int]:

@@ -174,24 +174,6 @@ def step_weights(transition_std: Tensor, mode: str) -> Tensor:
     return torch.ones_like(transition_std)
 
 
-def group_size_factors(branches_at: tuple[int, ...], trunks: int = 1) -> list[float]:
-    """Return the factors of the steps' losses that make up for smaller groups, K numbers from 1 on.
-
-    Rewards are compared with the mean of their own group. In a group of n branches the branch itself is a part 1 / n of
-    that mean, so that its expected gradient is 1 - 1 / n of what it would be against the true mean. A step of fewer
-    branches gets the share of one with the most.
-
-    Args:
-        trunks: that compete at each step; 1 = branches are compared with those of their own trunk.
-    """
-    largest = max(branches_at) * trunks
-    factors = []
-    for number in branches_at:
-        size = number * trunks
-        factors.append((1 - 1 / largest) / (1 - 1 / size))
-    return factors
-
-
 def dpo_loss(win: Tensor, lose: Tensor, ref_win: Tensor, ref_lose: Tensor, beta: float) -> Tensor:
     """Diffusion-DPO's objective (arXiv:2311.12908, eq. 14) for flows (arXiv:2501.13918): how much better than the
     reference a policy fits the winner, against the loser. All [B], velocity errors; one noise and level per pair."""

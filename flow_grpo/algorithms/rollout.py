@@ -207,8 +207,7 @@ class TrainedRows(NamedTuple):
 def from_trace(
     trace: list[TracedStep], condition: Condition, image_numbers: list[int], *, num_trained_steps: int, step_weight: str
 ) -> StoredSteps:
-    """Make a rollout of the noisy steps of B images, of which it keeps the first `num_trained_steps`. A step of fewer
-    outcomes than the others stores each of its own several times.
+    """Make a rollout of the noisy steps of B images, of which it keeps the first `num_trained_steps`.
 
     Args:
         step_weight: as train.step_weight.
@@ -218,51 +217,16 @@ def from_trace(
     # A step has B * J rows; the outcomes of an image share its mean and its std.
     by_image = (len(image_numbers), -1)
     stds = [traced.step.transition_std.view(by_image)[:, 0] for traced in trace]
-    next_latents = [traced.step.prev_sample.unflatten(0, by_image) for traced in trace]
-    log_probs = [traced.step.log_prob.unflatten(0, by_image) for traced in trace]
     return StoredSteps(
         image_numbers=torch.tensor(image_numbers),
         condition=condition,
         timesteps=torch.stack([traced.timestep for traced in trace], 1),
         latents=torch.stack([traced.latents for traced in trace], 1),
-        next_latents=stack_steps(next_latents),
+        next_latents=torch.stack([traced.step.prev_sample.unflatten(0, by_image) for traced in trace], 1),
         means=torch.stack([traced.step.prev_sample_mean.unflatten(0, by_image)[:, 0] for traced in trace], 1),
-        log_probs=stack_steps(log_probs),
+        log_probs=torch.stack([traced.step.log_prob.unflatten(0, by_image) for traced in trace], 1),
         step_weights=losses.step_weights(torch.stack(stds, 1), step_weight),
     )
-
-
-def stack_steps(outcomes: list[Tensor]) -> Tensor:
-    """Stack the outcomes of K steps to [B, K, J, ...], where J is the largest number of a step's outcomes.
-
-    A step of fewer has each of them several times. A mean over entries, be it of losses, advantages or metrics, then
-    gives each step the weight that it has with J outcomes, and a step's mean is that of its own ones.
-
-    Args:
-        outcomes: K times [B, J_k, ...]. Where J_k is below J, all of them are repeated J / J_k times.
-    """
-    most = max(of_step.shape[1] for of_step in outcomes)
-    equal = []
-    for of_step in outcomes:
-        times, rest = divmod(most, of_step.shape[1])
-        assert rest == 0, "numbers of branches divide the largest"
-        equal.append(torch.cat([of_step] * times, 1) if times > 1 else of_step)
-    return torch.stack(equal, 1)
-
-
-def with_copies(values: Tensor, branches_at: tuple[int, ...]) -> Tensor:
-    """Return values of T trunks' branches, [T * M, ...] in the order of their steps, as `stack_steps` makes them,
-    [T * K * J, ...]; unchanged where `branches_at` is (), as then every step has J."""
-    if not branches_at:
-        return values
-    by_step = values.unflatten(0, (-1, sum(branches_at))).split(branches_at, 1)
-    return stack_steps(list(by_step)).flatten(0, 2)
-
-
-def is_copy(branches_at: tuple[int, ...]) -> Tensor:
-    """Return which entries that `stack_steps` makes of a trunk repeat another one, [K, J] bool."""
-    entries = torch.arange(max(branches_at))
-    return entries >= torch.tensor(branches_at)[:, None]
 
 
 def concat(rollouts: list[AnyRollout]) -> AnyRollout:

@@ -39,7 +39,6 @@ class Progress(NamedTuple):
     evaluations_since: int = 0  # epochs completed at the first evaluation that can be compared with later ones
     evaluation: dict | None = None  # how the run evaluates, as `best.settings_of` says; None = it does not
     prompt_signals: dict[str, float] | None = None  # as PromptSignal has them; None = prompts are not drawn by them
-    branch_spreads: list[float] | None = None  # as BranchSchedule has them; None = numbers of branches are fixed
 
 
 def training_state(transformer: nn.Module, optimizer: torch.optim.AdamW, ema: Ema | None) -> dict[str, Tensor]:

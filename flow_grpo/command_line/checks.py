@@ -7,7 +7,7 @@ from pathlib import PurePath
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.algorithms.batch_plan import BatchPlan, numbers_of_branches, plan_batches, plan_pairs, plan_whole_batches
+from flow_grpo.algorithms.batch_plan import BatchPlan, plan_batches, plan_pairs, plan_whole_batches
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.metric_table import names_score
@@ -262,11 +262,6 @@ def check_branches(sample: Sample) -> None:
         raise UserError(
             f"config.sample.num_branches is {sample.num_branches}; a branch is compared with the others of its "
             "step, so it takes at least 2 (published: 6). Without branches use train_*.py"
-        )
-    if sample.branch_schedule == "spread" and len(numbers_of_branches(sample.num_branches)) == 1:
-        raise UserError(
-            "config.sample.branch_schedule is 'spread', which gives steps a divisor of config.sample.num_branches from "
-            f"2 on, but {sample.num_branches} has none below itself; set 4, 6 or 8 branches, or 'fixed'"
         )
 
 

@@ -208,7 +208,7 @@ def noisy_step(requests: list[Request], velocities: Tensor) -> list[Request]:
         velocities: [R, ...].
     """
     first = requests[0]
-    num_outcomes = first.num_outcomes
+    num_outcomes = first.num_branches
     x, t = inputs_of(requests)
     generators = [request.generator for request in requests if request.generator is not None]
     assert len(generators) == len(requests), "a noisy step draws from its request's generator"
@@ -260,17 +260,15 @@ def make_branches(trunk: Request, latents: Tensor) -> list[Request]:
 
 def joined(finished: list[Request]) -> tuple[Tensor, list[TracedStep]]:
     """Join latents to [B, ...] of images, or [B, K, J, ...] of trunks' branches, and traces to a TracedStep of all rows
-    per step. With `branches_at` a trunk's M branches lie in one row, [B, M, ...], in the order of their steps."""
+    per step."""
     traces = [request.trace for request in finished]
     trace = [_join_rows(traced_steps) for traced_steps in zip(*traces, strict=True)]
     first = finished[0]
     if not first.is_trunk:
         return torch.cat([request.latents for request in finished]), trace
-    branch_latents = torch.cat([branch.latents for trunk in finished for branch in trunk.branches])
+    branch_latents = [branch.latents for trunk in finished for branch in trunk.branches]
     shape = (len(finished), len(first.noisy_steps), first.num_branches)
-    if first.branches_at:
-        shape = (len(finished), sum(first.branches_at))
-    return branch_latents.unflatten(0, shape), trace
+    return torch.cat(branch_latents).unflatten(0, shape), trace
 
 
 def _join_rows(traced_steps: tuple[TracedStep, ...]) -> TracedStep:

@@ -40,7 +40,7 @@ class StepKey(NamedTuple):
 
     schedule: int  # id of the solver or of the scheduler
     solver_step: int | None = None
-    num_outcomes: int | None = None  # this and the next two: of noisy steps
+    num_branches: int | None = None  # this and the next two: of noisy steps
     noise_level: float | None = None
     sde_type: str | None = None
 
@@ -55,9 +55,8 @@ class Request:
     size: Size
     scheduler: Schedule
     params: SamplingParams
-    noisy_steps: range = range(0)  # the window, or of a trunk: the steps at which branches leave
+    noisy_steps: range = range(0)
     num_branches: int = 1  # above 1: a trunk; it goes on without noise, and ends with its last noisy step
-    branches_at: tuple[int, ...] = ()  # of a trunk: that leave each of its noisy steps; () = num_branches at each
     generator: torch.Generator | None = None  # of the normal draws of its noisy steps, in their order
     short_condition: Condition | None = None  # with less padding, for steps without a log-prob; None = `condition`
     step: int = 0  # index of its next step among the timesteps of its solver or scheduler
@@ -75,13 +74,6 @@ class Request:
     def is_trunk(self) -> bool:
         """True if branches leave its noisy steps."""
         return self.num_branches > 1
-
-    @property
-    def num_outcomes(self) -> int:
-        """Outcomes that its next step, a noisy one, draws."""
-        if self.branches_at:
-            return self.branches_at[self.step - self.noisy_steps.start]
-        return self.num_branches
 
     @property
     def needs_log_prob(self) -> bool:
@@ -108,7 +100,7 @@ class Request:
         if not self.needs_log_prob:
             return StepKey(id(self.scheduler))
         params = self.params
-        return StepKey(id(self.scheduler), None, self.num_outcomes, params.noise_level, params.sde_type)
+        return StepKey(id(self.scheduler), None, self.num_branches, params.noise_level, params.sde_type)
 
     @property
     def current_condition(self) -> Condition:

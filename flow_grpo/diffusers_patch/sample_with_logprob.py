@@ -27,17 +27,12 @@ from flow_grpo.diffusers_patch.size import Size
 
 @dataclass(frozen=True)
 class Samples:
-    """Images of an entry point and how they came about. B prompts; K noisy steps; J outcomes per noisy step.
-
-    With `branches_at` the M branches of a trunk lie in one row, in the order of their steps: [B, M, ...] instead of
-    [B, K, J, ...].
-    """
+    """Images of an entry point and how they came about. B prompts; K noisy steps; J outcomes per noisy step."""
 
     images: Tensor  # [B, 3, H, W] f32 in [0, 1]; per step: [B, K, J, 3, H, W]; of videos [..., f, 3, H, W]
     latents: Tensor  # [B, ...] f32, of the images; per step: [B, K, J, ...]
     trace: list[TracedStep]  # one per noisy step, in order
     text_widths: list[int] = field(default_factory=list)  # B, tokens from which on text is padding; [] = not known
-    branches_at: tuple[int, ...] = ()  # K numbers of branches, which add up to M; () = J at each step
 
 
 @dataclass(frozen=True)
@@ -208,7 +203,6 @@ def prepare_encode(
     noisy_steps: range,
     names: Iterable[Any],
     num_branches: int = 1,
-    branches_at: tuple[int, ...] = (),
     scheduler: Schedule | None = None,
     latents: Tensor | None = None,
     groups: list[int] | None = None,
@@ -217,11 +211,13 @@ def prepare_encode(
     """Make a request for each prompt, for `denoise`.
 
     Args:
-        noisy_steps, num_branches, branches_at, short_conditions: as in Request; B short conditions.
+        noisy_steps: the window, or the steps at which branches leave.
         names: B, to know the requests by when they are finished.
+        num_branches: above 1: that leave each trunk at each noisy step.
         scheduler: with timesteps set, for requests to share; None = one for these.
         latents: [B, ...] to start from, in the place of the generators' first draws.
         groups: B numbers; requests of one number, which start from the same latents, share a prefix.
+        short_conditions: [B] as in Request.
     """
     scheduler = scheduler or job.model.schedule(job.params.num_steps, job.size)
     latents = job.model.noise(job.size, job.generators) if latents is None else latents
@@ -236,7 +232,6 @@ def prepare_encode(
             job.params,
             noisy_steps=noisy_steps,
             num_branches=num_branches,
-            branches_at=branches_at,
             generator=job.generators[row],
             short_condition=short_conditions[row] if short_conditions else None,
         )
@@ -289,12 +284,9 @@ def post_decode(
 
 
 def _decoded(model: FlowModel, finished: list[Request], vae_batch_size: int) -> Samples:
-    """Images or videos of finished requests: [B, ...], or [B, K, J, ...] or [B, M, ...] of trunks' branches."""
+    """Images or videos of finished requests: [B, ...], or [B, K, J, ...] of trunks' branches."""
     latents, trace = joined(finished)
-    branches_at = finished[0].branches_at
-    num_leading = 1
-    if finished[0].is_trunk:
-        num_leading = 2 if branches_at else 3
+    num_leading = 3 if finished[0].is_trunk else 1
     images = model.decode(latents.flatten(0, num_leading - 1), finished[0].size, vae_batch_size)
     text_widths = [(request.short_condition or request.condition).num_tokens for request in finished]
-    return Samples(images.unflatten(0, latents.shape[:num_leading]), latents, trace, text_widths, branches_at)
+    return Samples(images.unflatten(0, latents.shape[:num_leading]), latents, trace, text_widths)

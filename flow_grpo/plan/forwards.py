@@ -64,12 +64,6 @@ def of_epoch(config: Config, plan: BatchPlan, family: type[FlowModel]) -> Forwar
     )
 
 
-def of_completions(sample: Sample, plan: BatchPlan, family: type[FlowModel]) -> int:
-    """Return the rows of an epoch's forwards that complete the branches of its trunks."""
-    num_trunks = plan.num_groups * plan.group_size
-    return num_trunks * _of_branches(sample, plan) * _rows(family, sample.guidance_scale)
-
-
 def of_data(config: Config, plan: BatchPlan) -> float:
     """Return the rows of an epoch's forwards of images of train.data, without guidance: one for each row of the update,
     and of reward gradients for each image."""
@@ -142,16 +136,10 @@ def _of_gradients(sample: Sample, train: Train, plan: BatchPlan) -> _Start:
 
 def _of_trunk(sample: Sample, plan: BatchPlan) -> _Start:
     """A trunk ends with its last noisy step; its branches go on from there without noise."""
-    return _Start(exact=plan.num_trained_steps, fast=_of_branches(sample, plan), trained=plan.num_trained_steps)
-
-
-def _of_branches(sample: Sample, plan: BatchPlan) -> int:
-    """Steps of the branches of one trunk."""
-    branches_at = plan.branches_at or (plan.num_branches,) * plan.num_trained_steps
-    num_steps = 0
-    for step, number in enumerate(branches_at):
-        num_steps += number * _without_noise(sample.num_steps - step - 1, sample.flash_ratio)
-    return num_steps
+    fast = 0
+    for step in range(plan.num_trained_steps):
+        fast += plan.num_branches * _without_noise(sample.num_steps - step - 1, sample.flash_ratio)
+    return _Start(exact=plan.num_trained_steps, fast=fast, trained=plan.num_trained_steps)
 
 
 def _of_windows(sample: Sample, plan: BatchPlan) -> _Start:

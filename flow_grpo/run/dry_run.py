@@ -151,8 +151,7 @@ def epoch(config: Config, plan: BatchPlan, where: str) -> str:
     """Return the images and updates of an epoch in words; `where` names what has batches of its own: "each GPU"."""
     branches = ""
     if plan.num_branches > 1:
-        most = "up to " if config.sample.branch_schedule == "spread" else ""
-        branches = f" x {plan.num_trained_steps} steps x {most}{plan.num_branches} branches"
+        branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches"
     updates = _updates(config, plan)
     drawn = f"images, at {training_size(config)} pixels (height x width)"
     if config.frames > 1:

@@ -32,8 +32,6 @@ def log_epoch(run: Run, epoch: int) -> None:
     # Not before, so that a signal in mid-epoch saves what completed epochs have seen.
     if run.prompt_signal:
         run.prompt_signal.complete_epoch()
-    if run.branch_schedule:
-        run.branch_schedule.complete_epoch()
     run.epoch = epoch + 1
     run.first_step = run.step
     run.epoch_metrics["forwards"] = sum(distributed.gather_objects([run.num_forwards]))

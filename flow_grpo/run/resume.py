@@ -338,9 +338,6 @@ def resume(run: Run, place: Place, checkpoint: Path) -> None:
     has_other_rewards = any(key.startswith("reward_fn.") for key in place.changed)
     if run.prompt_signal and progress.prompt_signals and not has_other_rewards:
         run.prompt_signal.signals = dict(progress.prompt_signals)
-    # A branch may have other steps, noise or rewards than its parent, and begins with all branches.
-    if run.branch_schedule and progress.branch_spreads and place.parent is None:
-        run.branch_schedule.spreads = tuple(progress.branch_spreads)
     if run.config.evaluates:
         wanted = best_candidate(run, run.epoch, {})
         before = None

@@ -1,6 +1,5 @@
 """Rewards of an epoch's images: submitted as images are finished, awaited once, logged, and turned into advantages."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -15,13 +14,10 @@ from flow_grpo.algorithms.advantages import (
     group_stats,
     groups_with_signal,
     has_signal,
-    spreads_of_steps,
     stats_of_sum,
 )
 from flow_grpo.algorithms.disagreement import overrated
 from flow_grpo.algorithms.prompt_signal import PromptSignal, Visit, effective_number, in_order, signals_of_prompts
-from flow_grpo.algorithms.rollout import is_copy, with_copies
-from flow_grpo.algorithms.schedules import BranchSchedule
 from flow_grpo.base import distributed
 from flow_grpo.base.pixels import film_strips, to_pictures
 from flow_grpo.base.prompt import captions_of
@@ -59,18 +55,6 @@ class Submitted(NamedTuple):
     scores: Pending  # name -> [b * ...] float32 on the CPU
     latents: Tensor  # [b * ..., c, h, w] f32, unpacked, still normalised
     shown: Sequence[ShownRow] = ()  # rows of a sheet, where one is due
-    branches_at: tuple[int, ...] = ()  # of each step, where the numbers are unequal: some of [b, K, J] are copies then
-
-
-class RepeatedScores(NamedTuple):
-    """Scores of branches that are being computed, with those of a step of fewer branches repeated."""
-
-    scores: Pending  # name -> [b * M]
-    branches_at: tuple[int, ...]  # of the steps; they add up to M
-
-    def __call__(self) -> dict[str, Tensor]:
-        """Wait for the scores. Returns name -> [b * K * J]."""
-        return {name: with_copies(values, self.branches_at) for name, values in self.scores().items()}
 
 
 class Rewards(NamedTuple):
@@ -80,61 +64,40 @@ class Rewards(NamedTuple):
     groups: Tensor  # [all] int64, which of them compete
     shape: torch.Size  # [B, ...] of this rank's
     diversity: Tensor | None = None  # [all] float32, each image's part of health/diversity; of `wait`
-    is_copy: Tensor | None = None  # [all] bool, entries that repeat another one's; None = none does
 
     def local(self, values: Tensor, device: torch.device) -> Tensor:
         """Return this rank's part of values [all]: [B] of its images, or [B, K, J] of their outcomes."""
         return distributed.local_rows(values).view(self.shape).to(device)
-
-    @property
-    def num_images(self) -> int:
-        """Images of all ranks that were scored, copies not counted."""
-        num_copies = 0 if self.is_copy is None else int(self.is_copy.sum())
-        return len(self.groups) - num_copies
-
-    @property
-    def distinct_scores(self) -> dict[str, Tensor]:
-        """Scores, name -> [all], NaN where one was masked or repeats another one."""
-        if self.is_copy is None:
-            return self.scores
-        return {name: values.masked_fill(self.is_copy, torch.nan) for name, values in self.scores.items()}
 
 
 def submit(
     run: Run, samples: Samples, batch: Batch, groups: Tensor | None = None, scores: Pending | None = None
 ) -> Submitted:
     """Begin to score images [b, ..., 3, H, W] or videos [b, ..., f, 3, H, W]. The scores of a failed reward are NaN.
-    Of branches of unequal numbers, samples.branches_at, each is scored once.
 
     Args:
-        groups: [b, ...] int64, images of one group compete; None = those of a prompt. [b, K, J] of branches, whatever
-            their numbers.
+        groups: [b, ...] int64, images of one group compete; None = those of a prompt.
         scores: of the images, where they are scored already; None = by the pool.
     """
     if groups is None:
         groups = torch.tensor(batch.groups)
 
-    # A row of the batch is one image, or all branches of a trunk, [K, J], or [M] where steps have unequal numbers.
-    branches_at = samples.branches_at
-    num_leading = 2 if branches_at else groups.ndim
+    # A row of the batch is one image, or all branches of a trunk.
     if scores is None:
-        images_per_row = sum(branches_at) or groups[0].numel()
+        images_per_row = groups[0].numel()
         prompts = []
         for prompt in batch.prompts:
             prompts += [prompt] * images_per_row
         with run.board.timed("reward"):
             # train.beta_gate compares the trained rewards with those of eval.rewards, so these are computed, too.
             everything = run.config.train.gates_the_pull
-            scores = run.pool.submit(samples.images.flatten(0, num_leading - 1), prompts, everything)
-    latents = run.model.features(samples.latents.flatten(0, num_leading - 1), run.size)
-    if branches_at:
-        scores = RepeatedScores(scores, branches_at)
-        latents = with_copies(latents, branches_at)
+            scores = run.pool.submit(samples.images.flatten(0, groups.ndim - 1), prompts, everything)
+    latents = run.model.features(samples.latents.flatten(0, groups.ndim - 1), run.size)
     # The epoch's first image is on the main rank, which draws the sheet.
     shown = []
     if 0 in batch.image_numbers and run.config.evaluates and is_due(run.config.eval_freq, run.epoch):
-        shown = shown_rows(samples.images, batch, groups, branches_at)
-    return Submitted(list(batch.image_numbers), groups, scores, latents, shown, branches_at)
+        shown = shown_rows(samples.images, batch, groups)
+    return Submitted(list(batch.image_numbers), groups, scores, latents, shown)
 
 
 def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
@@ -147,9 +110,6 @@ def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
     rewards = rewards._replace(diversity=_measure_latents(run, submitted, rewards))
     if run.prompt_signal:
         _note_visits(run, run.prompt_signal, rewards, _all_image_numbers(submitted))
-    if run.branch_schedule:
-        scores = in_order(rewards.distinct_scores["avg"], _all_image_numbers(submitted))
-        _note_spreads(run, run.branch_schedule, scores.view(-1, *rewards.shape[1:]))
     if run.config.sample.baseline == "all":
         rewards = rewards._replace(groups=torch.zeros_like(rewards.groups))
     _log(run, epoch, rewards)
@@ -159,26 +119,23 @@ def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
     return rewards
 
 
-def shown_rows(images: Tensor, batch: Batch, groups: Tensor, branches_at: tuple[int, ...] = ()) -> list[ShownRow]:
+def shown_rows(images: Tensor, batch: Batch, groups: Tensor) -> list[ShownRow]:
     """Return the branches of the epoch's first trunk, a row for each step, or the first groups of the batch.
 
     Pictures of 8 bits are kept, not tensors: the branches of a batch of trunks take hundreds of megabytes.
 
     Args:
-        images: [b, 3, H, W], or [b, K, J, 3, H, W] of branches, or [b, M, 3, H, W] where their numbers are
-            `branches_at`; of videos with frames before the channels. In groups of any other shape nothing is shown.
+        images: [b, 3, H, W], or [b, K, J, 3, H, W] of branches; of videos with frames before the channels. In groups of
+            any other shape nothing is shown.
     """
     captions = captions_of(batch.prompts)
     rows = []
     if groups.ndim == 3:
         trunk = batch.image_numbers.index(0)
         indices = torch.arange(groups.numel()).view(groups.shape)[trunk].tolist()
-        images_by_step = images[trunk].split(branches_at) if branches_at else images[trunk]
-        for step, (images_of_step, indices_of_step) in enumerate(zip(images_by_step, indices, strict=True)):
+        for step, indices_of_step in enumerate(indices):
             title = [f"step {step}", captions[trunk]] if step == 0 else [f"step {step}"]
-            # Copies come last, and are not shown.
-            shown_indices = indices_of_step[: len(images_of_step)]
-            rows.append(ShownRow(title, to_pictures(film_strips(images_of_step)), shown_indices))
+            rows.append(ShownRow(title, to_pictures(film_strips(images[trunk, step])), indices_of_step))
     if groups.ndim == 1:
         for group in groups.unique().tolist()[:MOST_GROUPS_SHOWN]:
             indices = (groups == group).nonzero().flatten().tolist()
@@ -223,12 +180,7 @@ def gather(run: Run, submitted: list[Submitted]) -> Rewards:
     for name, values in join_scores(scores, names).items():
         values_by_image = values.view(groups.shape)[order]
         gathered[name] = distributed.gather(values_by_image).flatten()
-    branches_at = submitted[0].branches_at
-    copies = None
-    if branches_at:
-        num_trunks = len(groups) * run.world_size
-        copies = is_copy(branches_at).expand(num_trunks, -1, -1).flatten()
-    return Rewards(gathered, distributed.gather(groups).flatten(), groups.shape, is_copy=copies)
+    return Rewards(gathered, distributed.gather(groups).flatten(), groups.shape)
 
 
 def _image_numbers(submitted: list[Submitted]) -> list[int]:
@@ -289,7 +241,7 @@ def _note_visits(run: Run, signal: PromptSignal, rewards: Rewards, image_numbers
     num_outcomes = len(rewards.groups) // len(image_numbers)
     prompts = (image_numbers // run.plan.group_size).repeat_interleave(num_outcomes)
     means = signals_of_prompts(
-        {name: in_order(values, image_numbers) for name, values in rewards.distinct_scores.items()},
+        {name: in_order(values, image_numbers) for name, values in rewards.scores.items()},
         dict(run.config.reward_fn),
         in_order(rewards.groups, image_numbers),
         in_order(prompts, image_numbers),
@@ -305,21 +257,6 @@ def _note_visits(run: Run, signal: PromptSignal, rewards: Rewards, image_numbers
     assert weights is not None, "prompts are drawn by their signal"
     run.epoch_metrics["prompts/effective_number"] = effective_number(weights)
     run.epoch_metrics["prompts/signal"] = sum(means.values()) / max(len(means), 1)
-
-
-def _note_spreads(run: Run, schedule: BranchSchedule, scores: Tensor) -> None:
-    """Note how far an epoch's rewards spread at each step, alike on every rank, and log it. It counts when the epoch is
-    over.
-
-    Args:
-        scores: [T, K, J] of all ranks' trunks in the order of their numbers; NaN = not scored, or a copy.
-    """
-    # The main rank's, so that processors whose sums differ in a bit choose the same numbers.
-    spreads = distributed.broadcast_object(spreads_of_steps(scores))
-    schedule.latest = tuple(spreads)
-    for step, spread in enumerate(spreads):
-        if math.isfinite(spread):
-            run.epoch_metrics[f"steps/branch_spread/{step}"] = spread
 
 
 def _measure_latents(run: Run, submitted: list[Submitted], rewards: Rewards) -> Tensor:
@@ -393,7 +330,7 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
     run.epoch_metrics |= step_figures(rewards, run.config)
     run.distributions["reward"] = rewards.scores["avg"]
     images_so_far = run.epoch_metrics.get("images", run.board.latest.get("images", 0))
-    run.epoch_metrics["images"] = images_so_far + rewards.num_images
+    run.epoch_metrics["images"] = images_so_far + len(rewards.groups)
     if health.teaches_nothing(run.epoch_metrics, run.config):
         score = run.epoch_metrics["reward/avg"]
         alike = f"all images score alike ({score:.4g} on average)"

@@ -17,7 +17,6 @@ from flow_grpo.algorithms import batch_plan
 from flow_grpo.algorithms.prompt_signal import PromptSignal
 from flow_grpo.algorithms.ratio_statistics import FirstRatios
 from flow_grpo.algorithms.rollout import TrainedRows
-from flow_grpo.algorithms.schedules import BranchSchedule
 from flow_grpo.base import signals
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best
@@ -109,7 +108,6 @@ class Run:
     embed_one: Callable[[Prompt], Condition]  # of one prompt, one row, cached
     scheduler: Any  # the rollout's, with timesteps set
     prompt_signal: PromptSignal | None = None  # by which prompts are drawn; None = none  <- wait, log_epoch, resume
-    branch_schedule: BranchSchedule | None = None  # numbers of branches; None = fixed  <- wait, log_epoch, resume
     started_s: float = field(default_factory=lambda: time.monotonic())  # the clock when weights were loaded
     epoch: int = 0  # epochs completed  <- log_epoch, resume
     step: int = 0  # optimizer steps  <- optimizer_step, resume

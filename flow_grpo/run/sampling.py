@@ -8,8 +8,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flow_grpo.algorithms import losses
-from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.algorithms.rollout import StoredSteps, from_trace
 from flow_grpo.base import distributed, rng
 from flow_grpo.base.prompt import Prompt
@@ -20,7 +18,6 @@ from flow_grpo.diffusers_patch.denoise_with_logprob import Batching, ForwardCont
 from flow_grpo.diffusers_patch.request import Request
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples, SamplingJob, post_decode, prepare_encode
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.plan import forwards
 from flow_grpo.run.run import Run
 from flow_grpo.settings.objectives import OBJECTIVES
 from flow_grpo.weights import fsdp_utils, policies
@@ -74,32 +71,12 @@ def batches(run: Run, epoch: int, scouts_per_image: int = 0) -> Iterable[Planned
     return run.board.bar(of_rank, f"epoch {epoch + 1}, {name}", total=plan.batches_per_epoch)
 
 
-def plan_branches(run: Run) -> BatchPlan:
-    """Return the plan of the epoch that begins: the run's, with this epoch's numbers of branches. Logs them, and the
-    forwards that they save."""
-    if run.config.sample.branch_schedule == "fixed":
-        return run.plan
-    assert run.branch_schedule is not None, "`start` makes it"
-    branches_at = run.branch_schedule.branches_at(run.plan.num_trained_steps)
-    plan = replace(run.plan, branches_at=branches_at)
-    for step, number in enumerate(branches_at):
-        run.epoch_metrics[f"steps/branches/{step}"] = number
-
-    # Trunk and update have one forward for each step, however many branches leave it.
-    sample = run.config.sample
-    family = type(run.model)
-    most = forwards.of_completions(sample, replace(plan, branches_at=()), family)
-    run.epoch_metrics["forwards_saved"] = most - forwards.of_completions(sample, plan, family)
-    return plan
-
-
 def sample_epoch(
     run: Run,
     epoch: int,
     noisy_steps: NoisySteps,
     num_branches: int = 1,
     *,
-    branches_at: tuple[int, ...] = (),
     noise_indices: list[int] | None = None,
     scouts_per_image: int = 0,
 ) -> Iterator[tuple[Batch, Samples]]:
@@ -108,15 +85,13 @@ def sample_epoch(
     Args:
         noisy_steps: of a batch: its window, or the steps at which branches leave; range(0) = no noise.
         num_branches: above 1: number of branches that leave each noisy step of a trunk.
-        branches_at: numbers of branches that leave the noisy steps, each at most num_branches; () = num_branches at
-            each.
         noise_indices: for each image of the epoch, the number of the scout whose noise it starts from; None = noise of
             its own. Images that follow scouts are sampled by the update's weights, whatever sample.rollout_weights
             says.
         scouts_per_image: above 0: draw this many scouts of each image, with sample.scout_ratio of the forwards after
             the noise.
     """
-    requests = _requests(run, epoch, noisy_steps, num_branches, branches_at, noise_indices, scouts_per_image)
+    requests = _requests(run, epoch, noisy_steps, num_branches, noise_indices, scouts_per_image)
     fast = nullcontext
     if not noise_indices:
         fast = policies.fast_forwards(run.config.sample.rollout_weights, run.model.transformer)
@@ -166,7 +141,6 @@ def _requests(
     epoch: int,
     noisy_steps: NoisySteps,
     num_branches: int,
-    branches_at: tuple[int, ...],
     noise_indices: list[int] | None,
     scouts_per_image: int,
 ) -> Iterator[Request]:
@@ -191,7 +165,6 @@ def _requests(
             noisy_steps=noisy_steps(batch),
             names=[BatchRow(batch, row) for row in range(len(batch.image_numbers))],
             num_branches=num_branches,
-            branches_at=branches_at,
             scheduler=run.scheduler,
             latents=_group_noise(run, epoch, batch) if sample.same_latent else None,
             groups=batch.groups if sample.same_latent else None,
@@ -221,11 +194,6 @@ def to_rollout(run: Run, samples: Samples, batch: Batch, num_trained_steps: int 
         num_trained_steps=num_trained_steps,
         step_weight=run.config.train.step_weight,
     )
-    if samples.branches_at:
-        # Groups of fewer branches underestimate what a branch is worth: docs/algorithms/tempflow_grpo.md.
-        trunks = run.plan.group_size if run.config.sample.baseline == "prompt" else 1
-        factors = losses.group_size_factors(samples.branches_at[:num_trained_steps], trunks)
-        rollout.step_weights *= torch.tensor(factors, device=run.device)
     if OBJECTIVES[run.config.train.objective].final_images:
         rollout.x_0 = samples.latents
     return rollout

@@ -66,7 +66,6 @@ def _save_state(
         evaluations_since=run.evaluations_since,
         evaluation=evaluation,
         prompt_signals=run.prompt_signal.signals if run.prompt_signal else None,
-        branch_spreads=list(run.branch_schedule.spreads) if run.branch_schedule else None,
     )
     checkpoints.save(folder, tensors, progress, config=run.config.to_dict(), keep=keep, extra_files=extra_files)
 

@@ -14,9 +14,7 @@ import torch
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.algorithms.prompt_signal import PromptSignal
-from flow_grpo.algorithms.schedules import BranchSchedule
 from flow_grpo.base import checksums, distributed, folders, locations, signals
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
@@ -232,7 +230,6 @@ def _load(
         embed_one=embed_one,
         scheduler=model.schedule(config.sample.num_steps, training_size(config)),
         prompt_signal=prompt_signal(config),
-        branch_schedule=branch_schedule(config, experiment.plan),
     )
 
 
@@ -264,14 +261,6 @@ def prompt_signal(config: Config) -> PromptSignal | None:
         return None
     span = sum(abs(weight) * rewards.span(name) for name, weight in config.reward_fn.items())
     return PromptSignal(sample.prompt_weight_decay, sample.prompt_weight_floor, span)
-
-
-def branch_schedule(config: Config, plan: BatchPlan) -> BranchSchedule | None:
-    """Return the schedule by which a run gives steps their branches, before any was drawn; None where all have equally
-    many."""
-    if plan.num_branches == 1 or config.sample.branch_schedule == "fixed":
-        return None
-    return BranchSchedule(plan.num_branches)
 
 
 def _load_rewards(experiment: Experiment, device: torch.device) -> Pool | None:

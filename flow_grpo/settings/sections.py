@@ -182,15 +182,6 @@ class Sample(Section):
     num_branches: int = setting(1, min=1, max=4096, used_by=(PR,))
     """Noisy branches per step of a trunk, at least 2."""
 
-    branch_schedule: Literal["fixed", "spread"] = setting(
-        "fixed",
-        used_by=(PR,),
-        read_in="rollout",
-        when=(("sample.baseline", "group", "prompt"), ("train.filter_groups", False)),
-    )
-    """fixed = num_branches at each step; spread = fewer where rewards of a step's branches spread less in the epochs
-    before, a divisor of num_branches from 2 on; no forward is added, and each step keeps its weight in the loss."""
-
     completion_batch_size: int = setting(
         0, unit="rows", min=0, max=4096, used_by=BATCHED, when=(("preferences.path", ""),), resumable=True
     )
