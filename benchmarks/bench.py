@@ -345,10 +345,13 @@ def setup(args) -> tuple[str, type[FlowModel], ConfigDict]:
     name = run.removesuffix(f"_{kind}")
     if args.size == "full":
         family, config = full_setup(args, name, run, kind)
-    else:
+    elif name == "qwenimage":
         family = model_classes.by_name(name)
         task = "shapes_proxy" if kind == "refl" else "shapes"
         config = config_of(f"{task}_{run}{args.variants}", kind)
+    else:
+        config = config_of(f"{run_name(run)}{args.variants},smoke", kind)
+        family = model_classes.of_folder(config.model)
     changes = {key: yaml.safe_load(value) for key, value in changes_of(args).items()}
     config.update_from_flattened_dict(changes)
     return f"train_qwenimage_{kind}".rstrip("_"), family, config
@@ -434,7 +437,7 @@ def script_names() -> list[str]:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--script", choices=script_names(), default="train_qwenimage_pr")
-    parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: Qwen-Image only")
+    parser.add_argument("--size", choices=["tiny", "full"], default="tiny", help="tiny: a smoke run, but of Qwen-Image")
     parser.add_argument("--variants", default="", help="of the config, for instance ,guard,flash")
     parser.add_argument("--published", action="store_true", help="with the published per-step loop's time per trunk")
     parser.add_argument("--set", nargs="*", default=[], help="settings of the config, such as sample.batch_size=2")

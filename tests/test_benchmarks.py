@@ -66,6 +66,22 @@ def test_the_work_of_an_epoch_is_counted_by_phase(shallow, tmp_path, monkeypatch
     assert update_flops == pytest.approx(2 * trunks * 2 * row, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("script", "model", "run"),
+    [
+        ("train_qwenimage_nft", "qwenimage", "shapes_qwenimage_nft"),
+        ("train_wan", "wan", "pickscore_wan_smoke"),
+        ("train_flux_kontext_nft", "flux_kontext", "editreward_flux_kontext_nft_smoke"),
+    ],
+)
+def test_a_tiny_benchmark_is_a_run_of_the_scripts_own_model(script, model, run):
+    _, family, config = bench.setup(bench.parser().parse_args(["--script", script, "--size", "tiny"]))
+    assert family is MODELS[model]
+    assert config.name == run
+    assert config.model == registry.tiny_folder(model)
+    checks.check(config, CHECKS[config.algorithm])
+
+
 @pytest.mark.parametrize("script", ["train_qwenimage", "train_flux_nft", SD3, *LATER, *EDITS])
 def test_a_full_size_benchmark_is_a_run_that_its_script_accepts_on_one_gpu(script):
     """The weights of such a run are random, and none is made here."""
