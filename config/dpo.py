@@ -51,6 +51,13 @@ def pickscore_wan_dpo() -> ConfigDict:
     return config
 
 
+def motions_wan_dpo() -> ConfigDict:
+    """Offline DPO on the shipped tiny Wan, from pairs of its own videos."""
+    config = models.tiny_wan(shapes_qwenimage_dpo())
+    config.preferences.path = "runs/preferences_motions_wan"
+    return config
+
+
 def edits_qwenimage_edit_dpo() -> ConfigDict:
     """Offline DPO on the shipped tiny editing model, from pairs of its own images."""
     config = models.tiny_edit(shapes_qwenimage_dpo())
@@ -97,6 +104,7 @@ RUNS = (
     pickscore_qwenimage_dpo,
     pickscore_sd3_dpo,
     pickscore_wan_dpo,
+    motions_wan_dpo,
     edits_qwenimage_edit_dpo,
 )
 VARIANTS = (
