@@ -108,6 +108,11 @@ STILL = {"objects": [{"class": "circle", "moves": []}]}
         (TURN, [0.2, 0.3, 0.4, 0.5, 0.6], [0.3] * 5, 0.5),  # without the turn
         (STILL, [0.5] * 3, [0.5, 0.52, 0.5], 1.0),
         (STILL, [0.2, 0.3, 0.4], [0.5] * 3, 0.0),
+        # A picture, which a model of videos may draw, and a video without a frame between the halves.
+        (RIGHT, [0.2], [0.5], 0.0),
+        (TURN, [0.2], [0.5], 0.0),
+        (STILL, [0.2], [0.5], 1.0),
+        (TURN, [0.2, 0.6], [0.5] * 2, 0.0),
     ],
 )
 def test_credit_is_that_of_the_rule(metadata, xs, ys, expected):

@@ -45,7 +45,8 @@ def _credit_of_leg(places: list[np.ndarray], direction: str, way: tuple[float, f
     unit = np.array(DIRECTIONS[direction])
     offset = places[-1] - places[0]
     along = float(offset @ unit)
-    if along < np.linalg.norm(offset) * 0.5**0.5:
+    # No way at all is no motion: a video of one frame has no step to judge.
+    if along <= 0 or along < np.linalg.norm(offset) * 0.5**0.5:
         return 0.0
     shortest, longest = way
     credit = min(along / shortest, 1.0)
