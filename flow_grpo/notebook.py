@@ -32,6 +32,7 @@ from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.monitoring.run_history import read_run
 from flow_grpo.monitoring.sheets import GroupRow, group_sheet
+from flow_grpo.rewards import check_prompts
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings.sections import Config
@@ -140,6 +141,7 @@ class LoadedRun:
         for prompt in prompts:
             repeated += [prompt if isinstance(prompt, Prompt) else Prompt(prompt)] * per_prompt
         check_rewards(self.config.reward_fn, self.config.eval.rewards, self.config.reward)
+        check_prompts(self.config.reward_fn, repeated, self.config.eval.rewards)
         pool = Pool(self.device, self.config.reward_fn, self.config.eval.rewards, self.config.reward)
         try:
             scores = pool.submit(images.flatten(0, num_leading - 1), repeated, everything=True)()

@@ -58,11 +58,13 @@ def test_what_cannot_be_loaded_is_said(tmp_path, recorded):
     run = flow_grpo.load_run(folder, device="cpu")
     images = torch.zeros(2, 3, 64, 64)
     unknown = replace(run, config=replace(run.config, reward_fn={"redder": 1.0}))
+    by_rule = replace(run, config=replace(run.config, reward_fn={"shapes": 1.0}))
     rows = [
         ("misspelt", lambda: flow_grpo.load_run(folder, "lsat"), ["'lsat'", "best, last, base"]),
         ("no run", lambda: flow_grpo.load_run(tmp_path), ["is no run's folder"]),
         ("no prompt", lambda: run.draw([]), ["prompts or seeds is empty"]),
         ("a reward that is not here", lambda: unknown.score(images, ["a", "b"]), ["'redder'", "FLOW_GRPO_REWARDS"]),
+        ("a text for a rule", lambda: by_rule.score(images, ["a", "b"]), ["reward 'shapes'", "of prompt 'a'"]),
         ("another number", lambda: run.score(images, ["a"]), ["images of 2 prompts, and 1 prompts"]),
     ]
     assert_refused(rows)
