@@ -28,6 +28,11 @@ def resolve(path: str) -> str:
     return path
 
 
+def is_shipped(model: str) -> bool:
+    """Return whether a model is one of the package's, by its path in a checkout."""
+    return model.startswith("flow_grpo/assets/")
+
+
 def commands() -> dict[str, Path]:
     """Return the files that `python -m flow_grpo NAME` runs, by their names without `.py`, sorted."""
     files = {path.stem: path for path in (ROOT / "scripts").glob("*.py")}

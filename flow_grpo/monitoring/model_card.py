@@ -74,13 +74,15 @@ def write_card(run: run_history.RunHistory, folder: Path, place: str) -> None:
     task = task_of(family, edits)
     is_hub_id = locations.is_hub_id(config.model)
     # The path of a user's own folder is nobody's business: the card has its name.
-    is_public = is_hub_id or config.model.startswith("flow_grpo/assets/")
+    is_shipped = locations.is_shipped(config.model)
+    is_public = is_hub_id or is_shipped
     text = _template().render(
         name=run.label,
         place=place,
         kind="A LoRA" if config.lora.rank else "Full weights of the transformer",
         base=config.model if is_public else Path(config.model).name,
         is_hub_id=is_hub_id,
+        is_shipped=is_shipped,
         added=Path(config.lora.base).name,
         algorithm=algorithm(config),
         before=before_and_after(run, "test_best/" if folder.name == best.NAME else "test/"),
@@ -216,6 +218,7 @@ def facts(run: run_history.RunHistory, folder: Path) -> list[tuple[str, str]]:
     weights = "as trained: no averaging had begun"
     if updates >= config.train.ema_interval:
         weights = f"averaged (EMA, decay up to {config.train.ema_decay}, every {config.train.ema_interval} updates)"
+    drawn = "images" if config.frames == 1 else "videos"
     chosen = "the last"
     evaluation = best.read_best(run.folder) if folder.name == best.NAME else None
     if evaluation:
@@ -224,7 +227,7 @@ def facts(run: run_history.RunHistory, folder: Path) -> list[tuple[str, str]]:
     return [
         ("prompts", Path(config.dataset).name),
         ("rewards and weights", ", ".join(f"{name} {weight}" for name, weight in config.reward_fn.items())),
-        ("epochs, updates, images", f"{len(epochs)}, {updates}, {int(last.get('images', 0))}"),
+        (f"epochs, updates, {drawn}", f"{len(epochs)}, {updates}, {int(last.get('images', 0))}"),
         ("weights", weights),
         ("chosen", chosen),
         ("seed", str(config.seed)),

@@ -48,7 +48,7 @@ import jinja2
 import numpy as np
 from PIL import Image
 
-from flow_grpo.base import folders
+from flow_grpo.base import folders, locations
 from flow_grpo.base.metric_table import METRICS, NOT_DRAWN, Metric, explain
 from flow_grpo.monitoring import health, plots, sheets
 from flow_grpo.monitoring.run_history import (
@@ -320,6 +320,7 @@ def page(runs: Sequence[RunHistory]) -> str:
         by_prompt=side_by_side(pages),
         pairs=before_and_after(pages[0][1]) if len(runs) == 1 else [],
         runs=pages,
+        is_shipped=locations.is_shipped,
         moving_sheet=moving_sheet,
         newest_sheets=newest_sheets,
         settings=changed_settings(runs),
