@@ -304,6 +304,7 @@ def test_a_mean_of_curves_is_at_the_epochs_that_all_have_with_its_standard_error
 
 def test_the_page_of_one_run_begins_with_its_pictures_before_and_after_and_its_rewards(runs):
     page = Page(runs[0] / "report.html")
+    assert "<body>" in page.text
     assert 'DiffusionPipeline.from_pretrained(resolve("flow_grpo/assets/' in page.text
     order = [page.text.index(part) for part in ("Before and after", ">Rewards<", "<nav>")]
     assert order[2] < order[0] < order[1]

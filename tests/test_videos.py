@@ -118,9 +118,12 @@ def test_frames_under_way_are_counted(pool_of, monkeypatch):
 def test_a_film_strip_is_four_frames_side_by_side_and_an_image_stays_one():
     videos = brightening(2, 9)
     strips = film_strips(videos)
-    assert strips.shape == (2, 3, 16, 64)
+    # A column of white parts frames of 16.
+    assert strips.shape == (2, 3, 16, 67)
     for place, number in enumerate((0, 3, 5, 8)):
-        assert torch.equal(strips[..., 16 * place : 16 * (place + 1)], videos[:, number])
+        start = 17 * place
+        assert torch.equal(strips[..., start : start + 16], videos[:, number])
+        assert (strips[..., start + 16 : start + 17] == 1).all()
     assert film_strips(videos[:, 0]).data_ptr() == videos[:, 0].data_ptr()
 
 
@@ -138,8 +141,8 @@ def test_a_strip_is_drawn_as_large_as_two_of_its_frames_and_other_pictures_as_ev
 def test_a_sheet_of_videos_has_strips_and_moves_in_a_file_beside_it_that_goes_with_it(tmp_path):
     videos = brightening(2, 5)
     sheet = contact_sheet(videos, ["a", "b"], [0.5, 0.25])
-    # Strips of 64 x 16 pixels, four times as large.
-    assert [panel.box[2] - panel.box[0] for panel in sheet.cells] == [256, 256]
+    # Strips of 67 x 16 pixels, four times as large.
+    assert [panel.box[2] - panel.box[0] for panel in sheet.cells] == [268, 268]
     write_animation(videos, ["a", "b"], [0.5, 0.25], tmp_path / "images.webp")
     with Image.open(tmp_path / "images.webp") as moving:
         assert moving.n_frames == 5
@@ -230,7 +233,7 @@ def test_a_run_shows_strips_beside_animations_and_saves_videos_whole(folder, tmp
         (saved,) = sheet.with_suffix("").glob("*.webp")
         with Image.open(saved) as moving:
             assert (frames_shown(moving), moving.size) == (5, (64, 64))
-        assert [panel.picture.size for panel in panel_pictures(sheet)] == [(256, 64)] * 4
+        assert [panel.picture.size for panel in panel_pictures(sheet)] == [(262, 64)] * 4
     resumed = shutil.copytree(folder, tmp_path / "resumed")
     forget(resumed, 1, keeps_evaluation=False)
     assert not (resumed / "images" / "eval_000001.webp").exists()
@@ -247,6 +250,7 @@ def test_a_report_has_the_last_evaluations_videos_of_a_run_of_videos_alone(folde
     assert sorted(numbers)[-2:] == [1, 5]
     moving = (folder / "images" / "eval_000001.webp").read_bytes()
     assert base64.b64encode(moving).decode() in addresses
+    assert '<body class="strips">' in (tmp_path / "page.html").read_text(), "strips have wide columns"
     images = shutil.copytree(folder, tmp_path / "images")
     for file in (images / "images").glob("*.webp"):
         file.unlink()
@@ -276,10 +280,11 @@ def test_a_notebook_draws_scores_and_shows_videos_and_the_card_says_what_they_ar
     scores = run.score(drawn, PROMPTS[:2])["avg"]
     assert scores.shape == (2, 2)
     # A title and two strips.
-    assert run.sheet(drawn, scores).width == 14 + 3 * (256 + 14)
+    assert run.sheet(drawn, scores).width == 14 + 3 * (262 + 14)
     card = (folder / "best" / "README.md").read_text()
     assert "pipeline_tag: text-to-video" in card
     assert "5 frames of 64 x 64 pixels" in card
+    assert "| epochs, updates, videos |" in card
     assert "ComfyUI" not in card
 
 

@@ -1,5 +1,6 @@
 """Conversion of images between float tensors in [0, 1] and the bytes that files and image libraries take."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import Tensor
 from flow_grpo.base.prompt import Prompt
 
 STRIP_FRAMES = 4
+STRIP_GAP = 1 / 48  # between two frames of a strip, of a frame's width
 FRAMES_PER_S = 16  # of animations, as of Wan's videos
 
 
@@ -44,10 +46,16 @@ def beside_sources(images: Tensor, prompts: list[Prompt]) -> Tensor:
 
 def film_strips(images: Tensor) -> Tensor:
     """Return images [B, 3, H, W] as they are, and of videos [B, f, 3, H, W] up to STRIP_FRAMES frames at equal
-    distances side by side, [B, 3, H, n W]."""
+    distances side by side, [B, 3, H, n W and the gaps], with white between them: where a shape is in its frame is what
+    a video is about."""
     if images.ndim == 4:
         return images
-    return torch.cat(some_frames(images, STRIP_FRAMES).unbind(1), -1)
+    first, *others = some_frames(images, STRIP_FRAMES).unbind(1)
+    gap = torch.ones_like(first[..., : math.ceil(first.shape[-1] * STRIP_GAP)])
+    parts = [first]
+    for frame in others:
+        parts += [gap, frame]
+    return torch.cat(parts, -1)
 
 
 def some_frames(videos: Tensor, most: int) -> Tensor:

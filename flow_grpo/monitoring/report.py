@@ -320,6 +320,7 @@ def page(runs: Sequence[RunHistory]) -> str:
         by_prompt=side_by_side(pages),
         pairs=before_and_after(pages[0][1]) if len(runs) == 1 else [],
         runs=pages,
+        film_strips=any(run.config.frames > 1 for run in runs),
         is_shipped=locations.is_shipped,
         moving_sheet=moving_sheet,
         newest_sheets=newest_sheets,
