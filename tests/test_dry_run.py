@@ -163,6 +163,14 @@ def test_images_of_other_proportions_than_what_they_edit_are_said():
     assert dry_run.stretch_notice(None, Size(height=64, width=64)) == ""
 
 
+@pytest.mark.parametrize(("name", "drawn"), [("shapes_qwenimage", "images"), ("motions_wan", "videos")])
+def test_an_epoch_and_a_run_count_what_they_draw(name, drawn):
+    config = config_of(name)
+    divided = plan(config)
+    assert f" {drawn}, at " in dry_run.epoch(table.typed(config), divided, "each GPU")
+    assert f" {drawn}, " in dry_run.run_length(table.typed(config), divided)
+
+
 def test_test_prompts_are_counted_when_they_are_drawn():
     config = config_of("shapes_qwenimage", eval_freq=5)
     splits = [Split("validation", as_prompts(["a"])), Split("test", as_prompts(["b", "c"]))]

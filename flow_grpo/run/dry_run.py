@@ -128,7 +128,7 @@ def describe(experiment: Experiment, num_extra: int) -> str:
         return plan.to_json()
     lines = [
         f"an epoch on {gpus(config.dry_run)}: {epoch(config, batch_plan, 'each GPU')}",
-        _run_length(config, batch_plan),
+        run_length(config, batch_plan),
         *evaluations(config, prompts.evaluated),
         *gpu(config, plan.gpu),
         variant_notice(config, experiment.family, _gib_here()),
@@ -164,11 +164,12 @@ def epoch(config: Config, plan: BatchPlan, where: str) -> str:
     )
 
 
-def _run_length(config: Config, plan: BatchPlan) -> str:
+def run_length(config: Config, plan: BatchPlan) -> str:
     """Return the images and updates of the whole run in words."""
     num_images = config.num_epochs * plan.num_images
     num_updates = config.num_epochs * _updates(config, plan)
-    return f"{config.num_epochs} epochs: {num_images:,} images, {num_updates:,} updates"
+    drawn = "images" if config.frames == 1 else "videos"
+    return f"{config.num_epochs} epochs: {num_images:,} {drawn}, {num_updates:,} updates"
 
 
 def _updates(config: Config, plan: BatchPlan) -> int:
