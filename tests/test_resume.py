@@ -132,6 +132,40 @@ def test_without_branches_no_choice_of_the_weight_is_equal_and_nothing_is_said(t
     assert "step_weight" not in capsys.readouterr().out
 
 
+def resumed_with(stored_settings, folder):
+    """Resume a run in whose stored config some settings, by section and name, are other ones."""
+    config = config_of(NAME, folder, resume_from="latest")
+    stored = json.loads(json.dumps(config.to_dict()))
+    for section, values in stored_settings.items():
+        stored[section] |= values
+    progress = checkpoints.Progress(1, 2)
+    checkpoint = checkpoints.save(folder / config.name / "checkpoints", {}, progress, config=stored)
+    shutil.copy(checkpoint / "config.json", folder / config.name)
+    return resume.take_folder(config)
+
+
+def test_a_run_with_a_setting_that_is_none_any_more_goes_on_where_it_had_no_effect_and_else_is_told_how(tmp_path):
+    place = resumed_with({"sample": {"branch_schedule": "fixed"}}, tmp_path / "fixed")
+    assert place.checkpoint
+    folders.release(place.folder)
+
+    gone = {"sample": {"branch_schedule": "spread"}}
+    without_a_reward = {"reward_fn": {"ocr": 1.0}}
+    told = "sample.branch_schedule: spread -> no setting any more", "go on with the version that wrote it, or branch"
+    told_of_both = "(reward_fn.ocr: 1.0 -> None, sample.branch", "go on with the version that wrote it, or branch"
+    assert_refused(
+        [
+            ("gone", lambda: resumed_with(gone, tmp_path / "gone"), told),
+            ("both", lambda: resumed_with(gone | without_a_reward, tmp_path / "both"), told_of_both),
+            (
+                "an entry of a setting",
+                lambda: resumed_with(without_a_reward, tmp_path / "entry"),
+                ["(reward_fn.ocr: 1.0 -> None); restore these"],
+            ),
+        ]
+    )
+
+
 @pytest.mark.parametrize(
     "kind", ["nft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dpo", "online dpo"))]
 )

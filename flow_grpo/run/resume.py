@@ -283,14 +283,20 @@ def _run_name(folder: Path) -> str:
 
 def _arrows(changed: dict[str, tuple]) -> str:
     """Write changed settings as "key: before -> after"."""
-    return ", ".join(f"{key}: {before} -> {after}" for key, (before, after) in changed.items())
+    arrows = []
+    for key, (before, after) in changed.items():
+        today = after if stored_config.is_setting(key) else "no setting any more"
+        arrows.append(f"{key}: {before} -> {today}")
+    return ", ".join(arrows)
 
 
 def _check_unchanged(checkpoint: Path, changed: dict[str, tuple]) -> None:
     """Raise UserError if a resumed run has changed settings."""
     if changed:
+        can_be_restored = all(map(stored_config.is_setting, changed))
+        way_out = "restore these" if can_be_restored else "go on with the version that wrote it"
         raise UserError(
-            f"{checkpoint} comes from another config ({_arrows(changed)}); restore these, or branch off: another "
+            f"{checkpoint} comes from another config ({_arrows(changed)}); {way_out}, or branch off: another "
             f"--config.run_name with --config.resume_from={checkpoint}"
         )
 

@@ -46,6 +46,7 @@ RENAMED = {  # setting -> its values that have other names today
 WITHOUT_EFFECT = (  # settings that are none any more, as stored: today's program computes the same
     ("preferences.source", ""),
     ("lora.dropout", 0.0),
+    ("sample.branch_schedule", "fixed"),
     *(("reward.backend", where) for where in ("inline", "thread", "process")),
 )
 # setting -> (stored, wanted): the configs of this repository, or the setting's default, had the former when the run
@@ -103,6 +104,13 @@ def changes(stored: dict[str, Any], wanted: dict[str, Any], file: PurePath) -> d
     if now.get("sample.num_branches") == 1 and pairs.get("train.step_weight") in (("equal", ""), ("", "equal")):
         del pairs["train.step_weight"]  # without branches no choice is the weight 1
     return pairs
+
+
+def is_setting(key: str) -> bool:
+    """Return whether a dotted key is a setting of today, or an entry of one that is a dict."""
+    while key not in table.BY_KEY and "." in key:
+        key = key.rpartition(".")[0]
+    return key in table.BY_KEY
 
 
 def kept(changed: dict[str, tuple]) -> dict[str, Any]:
