@@ -13,6 +13,7 @@ model_index.json that names the other pipeline class.
 import argparse
 import copy
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,11 +112,12 @@ def embeddings(model: QwenImageEdit) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def pairs(model: QwenImageEdit, num: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw latents [num, c, h, w] of edited pictures and of their sources, and numbers [num] of the instructions."""
+    """Draw latents [N, c, h, w] of edited pictures and of their sources, and numbers [N] of the instructions. N is
+    `num`, rounded up to whole batches."""
     edited = []
     sources = []
     instructions = []
-    for _ in range(num // BATCH):
+    for _ in range(math.ceil(num / BATCH)):
         layout = sample_sources(BATCH, generator)
         edits = sample_edits(layout, generator)
         pictures = torch.cat([render(apply(layout, edits)), render(layout)]) * 2 - 1
@@ -180,7 +182,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="folder of the pipelines")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pairs", type=int, default=65_536, help="pictures and their edits to train on")
+    parser.add_argument(
+        "--pairs", type=int, default=65_536, help="pictures and their edits to train on, rounded up to batches of 512"
+    )
     parser.add_argument("--transformer_s", type=float, default=120)
     parser.add_argument("--eval_every_s", type=float, default=12)
     return parser
