@@ -174,9 +174,9 @@ def test_a_digest_is_read_once_and_again_after_the_file_has_changed(tmp_path, mo
 
 
 def endless(path):
-    """A file that takes longer to read than any test, and no room on the disk."""
+    """A file that takes a minute to read, and no room on the disk."""
     with path.open("wb") as file:
-        file.truncate(2**42)
+        file.truncate(2**36)
     return path
 
 
@@ -216,6 +216,26 @@ def test_digests_of_several_processes_are_all_remembered(tmp_path):
         (tmp_path / "second").write_bytes(b"2")
         checksums.file_digest(tmp_path / "second", memory)
     assert json.loads(memory.read_text()).keys() == {"of another", str(tmp_path / "small"), str(tmp_path / "second")}
+
+
+def test_digests_are_those_of_the_files_that_were_named_whatever_becomes_of_the_working_directory(
+    tmp_path, monkeypatch
+):
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+    monkeypatch.chdir(tmp_path / "before")
+    expected = checksums.file_digest(Path("weights"))
+    # Held, so that the threads reach the file after the directory has changed.
+    memory = checksums._memory_at(Path("digests.json"))
+    stored = memory.stored
+    may_begin = threading.Event()
+    monkeypatch.setattr(memory, "stored", lambda: may_begin.wait() and stored())
+    with checksums.LaterDigests({"weights": Path("weights")}, Path("digests.json")) as later:
+        os.chdir(tmp_path / "after")
+        may_begin.set()
+        assert later.result() == {"weights": expected}
+    assert (tmp_path / "before" / "digests.json").exists()
 
 
 def test_a_file_that_cannot_be_read_is_named_by_one_sentence(tmp_path):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 import torch
 import warm
@@ -690,6 +691,38 @@ def test_a_new_run_computes_its_models_digests_beside_loading_and_stores_them_be
     assert stored.model == input_files.current_inputs(config, tmp_path).model
     assert {"model_index.json", "transformer/config.json"} <= stored.model.keys()
     assert "model" in best.read_best(Path(RUN)).inputs
+
+
+def test_a_run_that_goes_on_and_a_branch_compare_the_models_files_before_they_load_any(tmp_path):
+    model = shutil.copytree("flow_grpo/assets/tiny_qwenimage", tmp_path / "model")
+    folder = a_run_that_ended(tmp_path / "runs", NAME, model=str(model))
+    same_run = config_of(NAME, folder.parent, model=str(model), resume_from="latest")
+    branch = config_of(NAME, folder.parent, model=str(model), resume_from=str(folder / "checkpoints"), run_name="other")
+    input_files.write_inputs(folder, input_files.current_inputs(same_run, folder))
+    with (model / "transformer" / "config.json").open("a") as file:
+        file.write(" ")
+    told = ["config.model: transformer/config.json"]
+    assert_refused(
+        [
+            ("the run", lambda: resume.take_folder(same_run), told),
+            ("a branch", lambda: resume.take_folder(branch), told),
+        ]
+    )
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit_and_no_file_is_read_for_it(tmp_path, monkeypatch):
+    repository = tmp_path / "hub" / "models--owner--model"
+    for file, text in {"refs/main": "abc", "snapshots/abc/model_index.json": "{}"}.items():
+        (repository / file).parent.mkdir(parents=True)
+        (repository / file).write_text(text)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    config = table.typed(config_of(NAME, tmp_path, model="owner/model"))
+    inputs = input_files.current_inputs(config, tmp_path, reads_model=False)
+    assert input_files.current_inputs(config, tmp_path).model == {"commit": "abc"}
+    with input_files.later_model(config, tmp_path) as digests:
+        written = input_files.write_with_model(tmp_path, inputs, digests)
+    assert written.model == {"commit": "abc"}
+    assert input_files.stored_inputs(tmp_path) == written
 
 
 def test_a_start_that_fails_waits_for_no_digest(tmp_path, monkeypatch):
