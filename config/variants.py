@@ -172,9 +172,10 @@ def _replace_task(config: ConfigDict) -> None:
     Prompts have images to be edited where the model takes such, and ask for motions where it draws videos.
     """
     task = SHAPES
-    if registry.edits(config.model):
+    entry = registry.entry_of(config.model)
+    if entry is not None and entry.edits:
         task = EDITS
-    if config.frames > 1:
+    if entry is not None and entry.videos:
         task = MOTIONS
     if not Path(locations.resolve(config.dataset)).is_dir():
         config.dataset = task.dataset
@@ -189,8 +190,9 @@ def _replace_task(config: ConfigDict) -> None:
         other_tasks.update(set(other.rewards) - set(fitting))
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if is_here(name)}
     if not config.reward_fn or not other_tasks.isdisjoint(config.reward_fn):
-        # In the few steps of such a run hardly a video moves as asked.
-        chosen = fitting[0] if fitting and task != MOTIONS else "jpeg_compressibility"
+        # In the few steps of such a run hardly a video moves as asked, so that rewards are alike.
+        is_flat = task == MOTIONS and not needs_range
+        chosen = fitting[0] if fitting and not is_flat else "jpeg_compressibility"
         config.reward_fn = {chosen: 1.0}
 
 

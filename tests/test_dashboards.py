@@ -406,11 +406,14 @@ def test_videos_are_strips_in_the_sheet_and_in_wandb_and_move_in_a_file(tmp_path
     videos = torch.stack([random_images(2, seed=seed) for seed in range(5)], 1)
     board.log_images(videos, ["a", "b"], torch.tensor([0.25, 0.5]), epoch=4, step=8)
     sent = tmp_path.glob("wandb/offline-run-*/files/media/images/**/*.png")
-    assert [Image.open(path).size for path in sent] == [(256, 64)] * 2
+    assert [Image.open(path).size for path in sent] == [(4 * 64 + 3 * 2, 64)] * 2
     sheet = sheets.evaluations(tmp_path)[4]
     pictures, _, rewards = zip(*sheets.panel_pictures(sheet))
     assert rewards == ("0.250", "0.500")
-    expected = [np.concatenate(frames, 1) for frames in to_uint8(videos[:, [0, 1, 3, 4]])]
+    expected = []
+    for first, *others in to_uint8(videos[:, [0, 1, 3, 4]]):
+        gap = np.full((64, 2, 3), 255, np.uint8)
+        expected.append(np.concatenate([first, *(part for frame in others for part in (gap, frame))], 1))
     assert np.array_equal([np.asarray(picture) for picture in pictures], expected)
     with Image.open(sheet.with_suffix(".webp")) as moving:
         assert (moving.n_frames, moving.size[0]) == (5, 14 + 2 * (128 + 14))

@@ -12,6 +12,7 @@ class Entry(NamedTuple):
     file: str  # NAME of models/NAME.py and of assets/tiny_NAME; also the model's name in configs
     name: str  # of the class
     edits: bool = False  # whether a prompt may have images to be edited, as its MOST_SOURCES says
+    videos: bool = False  # whether it draws videos, as its FRAMES_PER_LATENT says
 
 
 class Weights(NamedTuple):
@@ -35,7 +36,7 @@ MODELS: dict[str, Entry | Any] = {
     "Flux2KleinPipeline": Entry("flux2_klein", "Flux2Klein"),
     "Krea2Pipeline": Entry("krea2", "Krea2"),
     "QwenImage21Pipeline": Entry("qwenimage_21", "QwenImage21"),
-    "WanPipeline": Entry("wan", "Wan"),
+    "WanPipeline": Entry("wan", "Wan", videos=True),
 }
 # Pipelines that look like some of these, and why they are not trained.
 OTHERS = {
@@ -89,13 +90,13 @@ def published(model: str) -> Weights | None:
     return None
 
 
-def edits(folder: str) -> bool:
-    """Return whether prompts of the model in a diffusers folder may have images to be edited. Imports no class."""
+def entry_of(folder: str) -> Entry | None:
+    """Return the entry of the model in a diffusers folder, None if there is none. Imports no class."""
     index = Path(locations.resolve(folder), "model_index.json")
     if not index.is_file():
-        return False
+        return None
     entry = MODELS.get(str(folders.read_json(index).get("_class_name")))
-    return isinstance(entry, Entry) and entry.edits
+    return entry if isinstance(entry, Entry) else None
 
 
 def tiny_folder(name: str) -> str:

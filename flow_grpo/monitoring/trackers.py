@@ -72,7 +72,7 @@ class Wandb:
         """Show pictures under images/<name>, each with its caption and reward."""
         import wandb
 
-        file_type = "png" if max(pictures[0].size) <= 256 else "jpg"
+        file_type = "png" if min(pictures[0].size) <= 256 else "jpg"  # a strip of small frames is wide
         shown = []
         for picture, cell in zip(pictures, sheet.cells, strict=True):
             label = " | ".join(filter(None, (cell.caption, cell.reward)))
