@@ -7,7 +7,9 @@ DEMO := $(VENV) scripts/train_qwenimage_nft.py --config config/nft.py:shapes_qwe
 
 # One thread, as in the ranks that some tests start; two processes, which share the tests out as they finish. Memory that
 # is freed stays with the process: to fetch it from the kernel anew for each tensor takes a tenth of a small run's time.
-MALLOC := MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TOP_PAD_=67108864
+# Blocks of 32 MB and more go back. Those of a model of full size, each made for a moment and never written, would leave
+# an address space of 70 GB, and a process of which no copy can be started.
+MALLOC := MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TOP_PAD_=67108864
 # Compiled modules are stored, whatever the environment says: tests start some forty processes.
 TEST := $(MALLOC) PYTHONDONTWRITEBYTECODE= $(VENV) -m pytest -p no:cacheprovider -n 2 --dist worksteal
 QUICK := batching config denoise_with_logprob ema losses rollout sde_with_logprob
