@@ -198,7 +198,7 @@ def test_every_algorithm_trains_on_sources_and_shows_them(name, tmp_path):
     assert ("test/edits_accuracy" in lines_of(folder, "test")[0]) == is_scored_by_the_rule
 
 
-def test_smoke_gives_prompts_with_sources_to_the_models_that_take_some_and_to_no_others(tmp_path):
+def test_smoke_gives_prompts_with_sources_or_motions_to_the_models_that_take_them_and_to_no_others(tmp_path):
     for name, family in MODELS.items():
         shipped = registry.tiny_folder(name)
         # A model of one's own is in a folder that nobody knows by its name.
@@ -213,6 +213,7 @@ def test_smoke_gives_prompts_with_sources_to_the_models_that_take_some_and_to_no
             model.check_sources(prompts)
             model.check_prompts(prompts, config.text_tokens)
             assert bool(prompts[0].sources) == bool(family.MOST_SOURCES)
+            assert (config.dataset == "dataset/motions") == bool(family.FRAMES_PER_LATENT)
 
 
 def test_pairs_of_image_files_have_the_sources_that_their_lines_name(tmp_path):
