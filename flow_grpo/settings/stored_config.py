@@ -99,8 +99,13 @@ def changes(stored: dict[str, Any], wanted: dict[str, Any], file: PurePath) -> d
     """Compare a config with one from a JSON file, in the settings that a resumed run keeps: key -> (stored, wanted)."""
     before = table.flat(with_defaults(stored, file))
     now = table.flat(json.loads(json.dumps(wanted)))
-    pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys()) if table.is_fixed(key)}
-    pairs = {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and (key, pair[0]) not in WITHOUT_EFFECT}
+    pairs = {}
+    for key in sorted(before.keys() | now.keys()):
+        was = before.get(key)
+        wants = now.get(key)
+        has_changed = table.is_fixed(key) and was != wants
+        if has_changed and (key, was) not in WITHOUT_EFFECT:
+            pairs[key] = (was, wants)
     if now.get("sample.num_branches") == 1 and pairs.get("train.step_weight") in (("equal", ""), ("", "equal")):
         del pairs["train.step_weight"]  # without branches no choice is the weight 1
     return pairs
