@@ -173,7 +173,7 @@ def load_run(folder: Path | str, weights: str, device: torch.device | str | None
         raise UserError(f"{folder} is no run's folder: it has no config.json and metrics.jsonl")
     config = read_run(folder, folder.name).config
     name = config.model if weights == "base" else str(folder)
-    candidate = policies_to_compare.find_candidate(name, config, weights)
+    candidate = policies_to_compare.find_candidate(name, policies_to_compare.run_config(folder), weights)
     family = model_classes.resolve(config.model, config.model_class)
     policies_to_compare.check_candidate(candidate, family)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

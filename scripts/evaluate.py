@@ -250,7 +250,7 @@ def configured(args: argparse.Namespace) -> tuple[list[Candidate], Config]:
     """Return the policies, each with its settings, and the settings that all share, the first run's."""
     runs = list(filter(policies_to_compare.is_run, map(Path, args.policies)))
     common = policies_to_compare.run_config(runs[0]) if runs else Config()
-    common = replace(common, model=args.model or common.model)
+    common = policies_to_compare.with_model(common, args.model or common.model)
     compared = []
     for name in args.policies:
         candidate = policies_to_compare.find_candidate(name, common, args.weights)

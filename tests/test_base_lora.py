@@ -11,8 +11,10 @@ from small import config_of, lines_of, move, train
 from test_policies import ALONE, TINY, lora, pipeline_with, velocity
 from train_qwenimage import main
 
+import flow_grpo
 from flow_grpo.checkpoints import exports
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
+from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.settings.sections import Config, Lora
 from flow_grpo.weights import base_lora, fsdp_utils, load_weights, lora_files, policies
 
@@ -106,15 +108,20 @@ def test_diffusers_fuses_the_same(folder):
         torch.testing.assert_close(weight.detach(), theirs.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_on_a_few_step_base_trains_an_adapter_of_it(shallow, tmp_path, folder):
-    """The adapter begins at 0, the reference is the base with the LoRA, and the card says what to load first."""
-    shallow_base = tmp_path / "of_two_blocks"
-    shallow_base.mkdir()
+@pytest.fixture
+def few_step_base(folder, tmp_path):
+    """The LoRA of the two blocks that the shallow model has."""
+    base = tmp_path / "of_two_blocks"
+    base.mkdir()
     tensors = load_file(folder / lora_files.FILE)
     kept = {name: weight for name, weight in tensors.items() if int(name.split(".")[2]) < 2}
-    save_file(kept, shallow_base / lora_files.FILE)
+    save_file(kept, base / lora_files.FILE)
+    return base
 
-    settings = shallow | ONE | dict(lora__base=str(shallow_base), lora__rank=4, train__beta=0.1)
+
+def test_a_run_on_a_few_step_base_trains_an_adapter_of_it(shallow, tmp_path, few_step_base):
+    """The adapter begins at 0, the reference is the base with the LoRA, and the card says what to load first."""
+    settings = shallow | ONE | dict(lora__base=str(few_step_base), lora__rank=4, train__beta=0.1)
     run = train(WINDOW, tmp_path, **settings)
     plain = train(WINDOW, tmp_path / "plain", **shallow | ONE | dict(lora__rank=4, train__beta=0.1))
     first = lines_of(run, "update")[0]
@@ -124,6 +131,27 @@ def test_a_run_on_a_few_step_base_trains_an_adapter_of_it(shallow, tmp_path, fol
     card = (run / "README.md").read_text()
     assert 'pipeline.load_lora_weights("of_two_blocks")\npipeline.fuse_lora()' in card
     assert json.loads((run / "inputs.json").read_text())["lora_base"].keys() == {lora_files.FILE}
+
+
+def test_a_run_and_its_base_are_evaluated_with_the_lora_that_the_run_added(shallow, tmp_path, few_step_base):
+    run = train(WINDOW, tmp_path / "runs", **shallow | ONE | dict(lora__base=str(few_step_base), lora__rank=4))
+    layer = "transformer_blocks.0.attn.to_q"
+    own = QwenImagePipeline.from_pretrained(shallow["model"]).transformer.get_submodule(layer).weight
+    change = base_lora.read(few_step_base, QwenImage)[f"{layer}.weight"]
+    expected = own.detach() + change.up @ change.down
+    after = flow_grpo.load_run(run, "last", "cpu").model.transformer.get_submodule(layer).base_layer.weight
+    before = flow_grpo.load_run(run, "base", "cpu").model.transformer.get_submodule(layer).weight
+    for weight in (after, before):
+        torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-6)
+
+    # Each policy of scripts/evaluate.py has the settings of the first run.
+    config = policies_to_compare.run_config(run)
+    its_base = policies_to_compare.find_candidate(shallow["model"], config, "best")
+    assert its_base.config.lora.base == str(few_step_base)
+    assert its_base.weights == "base with of_two_blocks"
+    other = policies_to_compare.find_candidate(str(TINY), config, "best")
+    assert other.config.lora.base == ""
+    assert other.weights == "base"
 
 
 def test_what_is_no_lora_of_the_model_is_refused_before_anything_is_made(folder, tmp_path):

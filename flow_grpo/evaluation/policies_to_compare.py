@@ -21,7 +21,7 @@ READ = (
     *("eval.guidance_scale", "eval.batch_size"),
     *(setting.key for setting in table.SETTINGS if setting.section == "reward"),
 )
-OF_A_RUN = ("model", "lora.rank", "lora.alpha", *READ)
+OF_A_RUN = ("model", "lora.rank", "lora.alpha", "lora.base", *READ)
 # What the command line alone says: a run that saves images does not make each later evaluation save them, and images
 # are drawn exactly, as those of a run's test, unless a shortcut is asked for.
 SHORTCUTS = ("sample.rollout_weights", "sample.text_multiple")
@@ -33,7 +33,7 @@ class Candidate:
     """A policy to be evaluated."""
 
     name: str  # as the user wrote it
-    weights: str  # "base", "LoRA", "best, epoch 21" or "last"
+    weights: str  # "base", "base with NAME" of lora.base, "LoRA", "best, epoch 21" or "last"
     config: Config  # config.model is its base
     lora: Path | None  # its LoRA file, or a folder of one
     transformer: Path | None  # folder of its weights, trained in full
@@ -48,6 +48,14 @@ def run_config(folder: Path) -> Config:
     """Return the settings with which a run evaluated; those that are younger than the run have their defaults."""
     stored = table.of_stored(stored_config.read(folder / "config.json"))
     return table.with_values(Config(), {key: table.value_of(stored, key) for key in OF_A_RUN})
+
+
+def with_model(config: Config, model: str) -> Config:
+    """Return settings of a model. lora.base, which is added to the model that the settings had, is not to another."""
+    before = Path(locations.resolve(config.model)).resolve()
+    if Path(locations.resolve(model)).resolve() != before:
+        config = replace(config, lora=replace(config.lora, base=""))
+    return replace(config, model=model)
 
 
 def find_candidate(name: str, config: Config, weights: str) -> Candidate:
@@ -70,7 +78,9 @@ def _candidate(name: str, config: Config, weights: str) -> Candidate:
     if (folder / lora_files.FILE).is_file() or (lora_files.is_lora(folder) and not is_model):
         return Candidate(name, "LoRA", config, folder, None)
     if is_model or locations.is_hub_id(name):
-        return Candidate(name, "base", replace(config, model=name), None, None)
+        config = with_model(config, name)
+        added = Path(config.lora.base).name
+        return Candidate(name, f"base with {added}" if added else "base", config, None, None)
     what = "is none of these" if folder.exists() else "does not exist"
     kinds = "a run's folder, a LoRA (a file of safetensors, or a folder with one), or a diffusers model"
     raise UserError(f"{name!r} {what}: {kinds}{lora_files.hint(folder)}")
