@@ -25,7 +25,6 @@ from flow_grpo.algorithms.flow_matching import logit_normal_timesteps, noised, v
 from flow_grpo.base import distributed, rng
 from flow_grpo.base.errors import UserError
 from flow_grpo.data import preferences
-from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.evaluation.evaluation import spread, turns
 from flow_grpo.run import rewards, sampling
@@ -33,7 +32,7 @@ from flow_grpo.run.evaluate import evaluate
 from flow_grpo.run.loop import finish, is_due, log_epoch
 from flow_grpo.run.run import Run
 from flow_grpo.run.save import save
-from flow_grpo.run.startup import start
+from flow_grpo.run.startup import family_of, start
 from flow_grpo.run.update import backward, optimizer_step
 from flow_grpo.settings import declared
 from flow_grpo.settings.sections import Config
@@ -66,7 +65,7 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
         train = files["train"]
         held_out = files["validation"]
         prompts = train.prompts
-    model = model_classes.resolve(checked.model, checked.model_class).without_weights(checked.model)
+    model = family_of(checked).without_weights(checked.model)
     levels = model.noise_levels(checked.sample.num_steps, training_size(checked))
     run = start(config, checks.DPO, reference=True, stored_prompts=prompts)
     if train and not held_out:
@@ -76,7 +75,7 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
 
 def open_stored_pairs(config: Config) -> dict[str, preferences.PairFiles]:
     """Open the pairs of config.preferences.path, by split. Raises UserError if an update takes more than there are."""
-    model = model_classes.resolve(config.model, config.model_class).without_weights(config.model)
+    model = family_of(config).without_weights(config.model)
     size = training_size(config)
     model.check_size(size)
     folder = config.preferences.path

@@ -7,6 +7,7 @@ import pytest
 import torch
 import train_qwenimage
 import train_qwenimage_distill
+import train_qwenimage_dpo
 import train_qwenimage_refl
 from huggingface_hub import constants
 from small import as_prompts, loaded, size_of
@@ -160,8 +161,9 @@ def test_larger_images_and_full_weights_have_figures_of_their_own(klein):
     [
         (train_qwenimage_refl, "refl.py:pickscore_qwenimage_refl"),
         (train_qwenimage_distill, "grpo.py:pickscore_qwenimage,distill"),
+        (train_qwenimage_dpo, "dpo.py:pickscore_qwenimage_dpo,online"),
     ],
-    ids=["reward gradients", "distillation"],
+    ids=["reward gradients", "distillation", "online DPO"],
 )
 def test_a_script_with_checks_of_its_own_is_planned_without_the_model(script, run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -178,7 +180,7 @@ def test_a_script_with_checks_of_its_own_is_planned_without_the_model(script, ru
     assert "the plan is that of its published sizes" in lines
     # Rewards with gradients are computed between forwards, in memory that the formula does not know.
     assert ("what decoder and rewards keep" in lines) == ("refl" in run)
-    assert ("images/s to be scored" in lines) == ("distill" in run)
+    assert ("images/s to be scored" in lines) == ("refl" not in run)
 
 
 def test_a_plan_without_the_model_is_printed_from_its_published_sizes(tmp_path, monkeypatch, capsys):

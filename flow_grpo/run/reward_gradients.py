@@ -21,12 +21,11 @@ from flow_grpo.base import distributed
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.data.prompts import Batch
-from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples
 from flow_grpo.run import rewards, save
 from flow_grpo.run.run import Run
-from flow_grpo.run.startup import published_without_files
+from flow_grpo.run.startup import family_of
 from flow_grpo.scoring.settings import check_gradients, split_settings
 from flow_grpo.settings.sections import Config
 
@@ -82,11 +81,7 @@ def check(config: Config) -> None:
             f"config.train.gradient_steps is {train.gradient_steps}, but config.sample.num_steps is "
             f"{config.sample.num_steps}: there are no more steps than these"
         )
-    # The model's class is that of its files.
-    if published_without_files(config):
-        return
-    family = model_classes.resolve(config.model, config.model_class)
-    if train.detach_negative and not family.is_guided(config.sample.guidance_scale):
+    if train.detach_negative and not family_of(config).is_guided(config.sample.guidance_scale):
         raise UserError(
             f"config.train.detach_negative is True, but with config.sample.guidance_scale "
             f"{config.sample.guidance_scale} velocities have no negative forward"

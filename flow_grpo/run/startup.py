@@ -173,6 +173,15 @@ def published_without_files(config: Config) -> registry.Weights | None:
     return published
 
 
+def family_of(config: Config) -> type[FlowModel]:
+    """Return the class of a run's model, for checks before the start; of a dry run of a published model whose files
+    cannot be had, one that is made from its sizes."""
+    published = published_without_files(config)
+    if published:
+        return sketch.family_of(published)
+    return model_classes.resolve(config.model, config.model_class)
+
+
 def _plan_by_sizes(config: Config, script: checks.Script, stored_prompts: list[Prompt] | None, num_extra: int) -> None:
     """End a dry run of a published model whose files cannot be had: say what the run would be by the model's sizes."""
     published = published_without_files(config)
