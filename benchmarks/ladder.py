@@ -36,7 +36,7 @@ REFL = learn.Trained(
     {},
     epoch_s=12,
     gpu_epoch_s=1.2,
-    gpu_batch_size=144,
+    gpu_batch_size=36,
 )
 ALGORITHMS = {run.name: run for run in (*learn.RUNS, REFL) if run.name in ("window", "branches", "nft", "elbo", "refl")}
 HEAD = ["size", "algorithm", "rate", "seeds", "accuracy", "highest", "variety", "forwards"]

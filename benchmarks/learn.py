@@ -102,6 +102,7 @@ def settings_of(run: Trained, seed: int, args: argparse.Namespace) -> Settings:
         "num_epochs": NUM_EPOCHS,
         "seed": seed,
         "resume_from": "latest",
+        "logger": "none",  # tables are of metrics.jsonl, and a machine for benchmarks may have no tracker
         "output_dir": str(args.out),
         "run_name": f"{run.name}_seed{seed}",
     }

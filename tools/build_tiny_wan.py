@@ -234,7 +234,9 @@ def main(args) -> None:
         return accuracy(sample(current, held_out, args.seed, scale), held_out)
 
     model = Wan(pipe, generator.device)
-    steps = transformer_steps(model, batches(model, train, generator), generator, flow_matching_loss)
+    steps = transformer_steps(
+        model, batches(model, train, generator), generator, loss_of=flow_matching_loss, recorded=True
+    )
     train_transformer(pipe, steps, measure, args)
 
 
