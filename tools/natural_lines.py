@@ -25,29 +25,30 @@ KINDS = {
     "walruses": "a walrus outside `if (match := ...)`: assign it on a line of its own",
     "lambdas": "a lambda with a name: write a function",
     "docstrings": 'a docstring that begins with "Of" or a pronoun: begin with a verb or a noun',
+    "padded": "an index into a list that is padded for it: write an `if`",
 }
 # The most that each folder may have of each kind, in the order of KINDS. A folder that is not named may have none.
 LIMITS = {
-    "config": (0, 0, 0, 0, 0),
-    "scripts": (0, 0, 0, 0, 0),
-    "tools": (0, 0, 0, 0, 0),
-    "benchmarks": (0, 0, 0, 0, 0),
-    "tests": (0, 0, 0, 0, 0),
-    "flow_grpo/algorithms": (0, 0, 0, 0, 0),
-    "flow_grpo/base": (0, 0, 0, 0, 0),
-    "flow_grpo/checkpoints": (0, 0, 0, 0, 0),
-    "flow_grpo/command_line": (9, 0, 1, 1, 0),
-    "flow_grpo/data": (0, 0, 0, 0, 0),
-    "flow_grpo/diffusers_patch": (0, 0, 0, 0, 0),
-    "flow_grpo/evaluation": (0, 0, 0, 0, 0),
-    "flow_grpo/kernels": (0, 0, 0, 0, 0),
-    "flow_grpo/monitoring": (0, 0, 0, 0, 0),
-    "flow_grpo/reward_server": (0, 0, 0, 0, 0),
-    "flow_grpo/rewards": (0, 0, 0, 0, 0),
-    "flow_grpo/run": (0, 0, 0, 0, 0),
-    "flow_grpo/scoring": (0, 0, 0, 0, 0),
-    "flow_grpo/settings": (4, 0, 0, 0, 0),
-    "flow_grpo/weights": (0, 0, 0, 0, 0),
+    "config": (0, 0, 0, 0, 0, 0),
+    "scripts": (0, 0, 0, 0, 0, 0),
+    "tools": (0, 0, 0, 0, 0, 0),
+    "benchmarks": (0, 0, 0, 0, 0, 0),
+    "tests": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/algorithms": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/base": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/checkpoints": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/command_line": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/data": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/diffusers_patch": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/evaluation": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/kernels": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/monitoring": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/reward_server": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/rewards": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/run": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/scoring": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/settings": (0, 0, 0, 0, 0, 0),
+    "flow_grpo/weights": (0, 0, 0, 0, 0, 0),
 }
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -101,6 +102,13 @@ def is_vague_docstring(node: ast.AST) -> bool:
     return bool(words) and words[0].strip(".,:;").lower() in VAGUE
 
 
+def is_padded_index(node: ast.AST) -> bool:
+    """Say whether a list is only made of a starred one and further values to take one of these."""
+    if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.List | ast.Tuple):
+        return False
+    return len(node.value.elts) > 1 and any(isinstance(value, ast.Starred) for value in node.value.elts)
+
+
 def leftmost(test: ast.expr) -> ast.expr:
     """Return the part of a condition that is evaluated first."""
     if isinstance(test, ast.UnaryOp):
@@ -127,6 +135,7 @@ def places_in(source: str, path: Path) -> Iterator[Place]:
         "nested": is_nested,
         "lambdas": is_named_lambda,
         "docstrings": is_vague_docstring,
+        "padded": is_padded_index,
     }
     for node in ast.walk(tree):
         for kind, check in checks.items():

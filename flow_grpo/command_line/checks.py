@@ -1,5 +1,6 @@
 """Check which settings may stand together, and what each script asks of them, before any weight is loaded."""
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -28,6 +29,11 @@ BASES = {  # sample.rollout_weights -> the values of base_precision beneath it
 }
 
 
+def _always(config: Config) -> bool:
+    """Return that a script needs the data set, whatever its config."""
+    return True
+
+
 @dataclass(frozen=True)
 class Script:
     """A script's demands on its config."""
@@ -36,7 +42,7 @@ class Script:
     check: Callable[[Sample], None]  # of config.sample
     # How an epoch divides over a number of GPUs; None of a script that does not train. Raises UserError.
     plan: Callable[[Config, int], BatchPlan | None] = plan_batches
-    reads_dataset: Callable[[Config], bool] = lambda config: True
+    reads_dataset: Callable[[Config], bool] = _always
 
 
 def check(editable: ConfigDict, script: Script) -> Config:
@@ -150,14 +156,16 @@ def _check_needs(config: Config | ConfigDict, setting: Setting, needs: tuple[tup
 
 
 def _check_meaning(config: Config) -> None:
-    name, path = config.run_name, PurePath(config.run_name)
+    name = config.run_name
+    path = PurePath(name)
     if path.is_absolute() or ".." in path.parts or (name and not path.parts):
         raise UserError(f"config.run_name is {quoted(name)}; it must be the name of a folder in config.output_dir")
     for key, pixels in (("height", config.height), ("width", config.width)):
         if pixels % 16:
             raise UserError(f"config.{key} is {pixels}; it must be a multiple of 16 pixels")
     _check_frames(config)
-    names, chosen = [*config.reward_fn, *config.eval.rewards], config.eval.best_by
+    names = [*config.reward_fn, *config.eval.rewards]
+    chosen = config.eval.best_by
     if not names_score(chosen, names):
         raise UserError(
             f"config.eval.best_by is {quoted(chosen)}; it may be 'avg', a reward that is measured "
@@ -212,9 +220,12 @@ def check_rollout_weights(config: Config) -> None:
 
 
 def _check_speed(config: Config) -> None:
-    sample, recomputed = config.sample, config.fsdp.activation_checkpointing
+    sample = config.sample
+    recomputed = config.fsdp.activation_checkpointing
     check_rollout_weights(config)
-    widths = -(-config.text_tokens // sample.text_multiple) if sample.text_multiple else 1
+    widths = 1
+    if sample.text_multiple:
+        widths = math.ceil(config.text_tokens / sample.text_multiple)
     if config.compile and widths > MAX_WIDTHS:
         raise UserError(
             f"config.sample.text_multiple is {sample.text_multiple}: {config.text_tokens} text tokens make "
@@ -241,8 +252,8 @@ def check_windowed_groups(sample: Sample) -> None:
 def check_window(sample: Sample) -> None:
     """Raises UserError unless the SDE window lies within the steps; train_*_distill.py, which compares no images."""
     first, last = sample.sde_window_range
-    unused = table.BY_KEY["sample.sde_window_range"].default, (0, sample.num_steps - 1)
-    if not sample.sde_window_size and (first, last) not in unused:
+    unused_ranges = (table.BY_KEY["sample.sde_window_range"].default, (0, sample.num_steps - 1))
+    if not sample.sde_window_size and (first, last) not in unused_ranges:
         raise UserError(
             f"config.sample.sde_window_range is ({first}, {last}), but with config.sample.sde_window_size 0 the noisy "
             f"steps are all but the last, (0, {sample.num_steps - 1}); set sde_window_size, or drop the range"
@@ -294,7 +305,18 @@ def check_forward(sample: Sample) -> None:
     check_groups(sample)
 
 
-GRPO, PR = Script(table.GRPO, check_windowed_groups), Script(table.PR, check_branches)
-NFT, DISTILL = Script(table.NFT, check_forward), Script(table.DISTILL, check_window)
-DPO = Script(table.DPO, check_groups, plan_pairs, lambda config: not config.preferences.path or config.evaluates)
-REFL = Script(table.REFL, lambda sample: None, plan_whole_batches)
+def _draws_or_evaluates(config: Config) -> bool:
+    """Return whether a script of DPO needs the data set: not to train on stored pairs alone."""
+    return not config.preferences.path or config.evaluates
+
+
+def _accept(sample: Sample) -> None:
+    """Accept any settings of sampling."""
+
+
+GRPO = Script(table.GRPO, check_windowed_groups)
+PR = Script(table.PR, check_branches)
+NFT = Script(table.NFT, check_forward)
+DISTILL = Script(table.DISTILL, check_window)
+DPO = Script(table.DPO, check_groups, plan_pairs, _draws_or_evaluates)
+REFL = Script(table.REFL, _accept, plan_whole_batches)

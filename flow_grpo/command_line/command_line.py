@@ -42,14 +42,15 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
     with sentences():
         prepare_process()
         file, others = split(words, default)
-        if answer := help_text.to(others, file, default):
+        answer = help_text.answer(others, file, default)
+        if answer:
             sys.stdout.write(f"{answer}\n")
             raise SystemExit(0)
         config = config_of(words, default)
         if os.environ.get("RANK", "0") == "0":
             lines = help_text.replaced(file, config, others)
-            is_read = config.dry_run and config.dry_run_format == "text"
-            lines += [help_text.changed_settings(file, config)] if is_read else []
+            if config.dry_run and config.dry_run_format == "text":
+                lines.append(help_text.changed_settings(file, config))
             sys.stdout.write("".join(f"{line}\n" for line in lines))
             sys.stdout.flush()
         if script:
@@ -62,8 +63,9 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Make the parser of a script without a config; --help begins with the script's docstring."""
-    how = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(description=description, formatter_class=how, allow_abbrev=False)
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
 
 
 def arguments(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace], None] | None = None) -> Any:
@@ -90,7 +92,8 @@ def prepare_process() -> None:
 
 def _check_checkout() -> None:
     """Raises UserError for a script of one checkout that imports flow_grpo from another one."""
-    checkout, imported = Path(sys.argv[0]).resolve().parent.parent, locations.PACKAGE.parent.resolve()
+    checkout = Path(sys.argv[0]).resolve().parent.parent
+    imported = locations.PACKAGE.parent.resolve()
     if (checkout / locations.PACKAGE.name / "settings").is_dir() and checkout != imported:
         ways_out = f"set PYTHONPATH={checkout}, or run pip install -e {checkout}"
         raise UserError(f"{sys.argv[0]} imports flow_grpo from {imported}: {ways_out}")
@@ -135,7 +138,8 @@ def run(main: Callable[[ConfigDict], None], config: ConfigDict, after_stop: str 
     except KeyboardInterrupt:  # it came while `sentences` dealt with another error, such as another rank's end
         raise _stopped(after_stop) from None
     except BaseException as error:
-        if problem := _tell(config, error):
+        problem = _tell(config, error)
+        if problem:
             _say(problem)
         raise
 
@@ -194,7 +198,8 @@ def sentences(after_stop: str = "") -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
             raise _stopped(after_stop) from None  # some libraries make another error of it
-        if (status := _status(error)) is None:
+        status = _status(error)
+        if status is None:
             raise
         _say(ANOTHER_RANK if _is_of_another_rank(error) else _with_way_on(error))
         raise SystemExit(status) from error
@@ -203,16 +208,27 @@ def sentences(after_stop: str = "") -> Iterator[None]:
 def _with_way_on(error: BaseException) -> str:
     """Return an error's words; if a checkpoint is left behind, also how the run goes on."""
     goes_on = isinstance(error, RunFailed) or _is_of_the_disk(error)
-    ways_on = map(folders.resume_hint, folders.held_folders()[-1:]) if goes_on else []
-    return "; ".join([str(error), *(way for way in ways_on if "resume_from" in way and way not in str(error))])
+    sentence = str(error)
+    hint = _resume_hint() if goes_on else ""
+    if "resume_from" in hint and hint not in sentence:
+        sentence += f"; {hint}"
+    return sentence
+
+
+def _resume_hint() -> str:
+    """Return how to go on with the run whose folder this process holds; "" where it holds none."""
+    held = folders.held_folders()
+    if not held:
+        return ""
+    return folders.resume_hint(held[-1])
 
 
 def _stopped(after_stop: str) -> SystemExit:
     """Says so once for all ranks. A second Ctrl-C ends the process at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get("RANK", "0") == "0":
-        ways_on = [after_stop] if after_stop else map(folders.resume_hint, folders.held_folders()[-1:])
-        _say("; ".join(["stopped by Ctrl-C", *ways_on]))
+        hint = after_stop or _resume_hint()
+        _say(f"stopped by Ctrl-C; {hint}" if hint else "stopped by Ctrl-C")
     return SystemExit(128 + signal.SIGINT)
 
 

@@ -18,15 +18,16 @@ HIDDEN = ("name", "dry_run")  # settings that say nothing of the experiment
 SECTIONS = {section or "config": section for section in table.SECTIONS}  # as they are typed
 
 
-def to(words: Sequence[str], file: str, default: str) -> str:
+def answer(words: Sequence[str], file: str, default: str) -> str:
     """The answer to a command line that asks for one; "" for one that starts a run. `file` is what it names, or
     `default`. Raises UserError: --help names a section that there is not, or --list a file that has no list."""
     if "--list" in words:
         return _list(file)
-    asked = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)
-    if asked is None:
-        return ""
-    return "\n".join(map(_section, words[asked + 1 :])) if words[asked + 1 :] else _help(default)
+    for index, word in enumerate(words):
+        if word in ("-h", "--help"):
+            sections = words[index + 1 :]
+            return "\n".join(map(_section, sections)) if sections else _help(default)
+    return ""
 
 
 def _help(default: str) -> str:
@@ -118,7 +119,8 @@ def origins(file: str, config: ConfigDict) -> dict[str, str]:
 
 def changed_settings(file: str, config: ConfigDict) -> str:
     """Every setting whose value is not the default, and what has set it. Arguments as of `origins`."""
-    default, values = table.flat(table.default_config()), table.flat(config)
+    default = table.flat(table.default_config())
+    values = table.flat(config)
     lines = [
         f"  {f'{key} = {values[key]!r}':<64}  {stage}; the default is {default.get(key)!r}"
         for key, stage in origins(file, config).items()
@@ -151,5 +153,7 @@ def replaced(file: str, config: ConfigDict, words: Sequence[str] = ()) -> list[s
 def culprit(error: UserError, file: str, config: ConfigDict) -> str:
     """Name what has set a setting that an error names, unless it is the command line; "" if there is nothing to say."""
     stages = origins(file, config)
-    named = [key for key in re.findall(r"config\.([\w.]*\w)", str(error)) if key in stages]
-    return f"; {stages[named[0]]} has set {named[0]}" if named and stages[named[0]] != "the command line" else ""
+    for key in re.findall(r"config\.([\w.]*\w)", str(error)):
+        if key in stages:
+            return "" if stages[key] == "the command line" else f"; {stages[key]} has set {key}"
+    return ""

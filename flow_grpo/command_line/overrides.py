@@ -19,7 +19,11 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
     """The config of a command line. Raises UserError: a word that means nothing, a setting that there is not (with the
     nearest), a value of another type."""
     file, others = split(arguments, default)
-    keys = [match[1] for word in others if (match := re.match(r"--?(?:no)?config\.([^=]*)", word))]
+    keys = []
+    for word in others:
+        match = re.match(r"--?(?:no)?config\.([^=]*)", word)
+        if match:
+            keys.append(match[1])
     config = config_files.load(file)
     _drop_stand_ins(config, file, others)
     _add_rewards(config, others)
@@ -34,7 +38,8 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
 
 def split(arguments: Sequence[str], default: str) -> tuple[str, list[str]]:
     """The config file that a command line names, and its other words, of which --dry_run is spelt out."""
-    file, others = default, []
+    file = default
+    others = []
     words = iter(arguments)
     for word in words:
         if re.fullmatch("--?config", word):
@@ -83,12 +88,13 @@ def _add_rewards(config: ConfigDict, words: Sequence[str]) -> None:
     for word, following in zip(words, [*words[1:], ""]):
         match = re.match(r"--?config\.(?:reward_fn\.(\w+)|reward\.args\.(\w+)\.(\w+))(?:=(.*))?$", word, re.DOTALL)
         if match:
-            name, of, option, value = match.groups()
+            name, reward, option, value = match.groups()
             with config.unlocked():
                 if name:
                     config.reward_fn[name] = config.reward_fn.get(name, 0.0)
                 else:
-                    options = config.reward.args[of] = config.reward.args.get(of, ConfigDict())
+                    options = config.reward.args.get(reward, ConfigDict())
+                    config.reward.args[reward] = options
                     options[option] = options.get(option, _literal(following if value is None else value))
 
 
@@ -123,17 +129,22 @@ def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
     line = [sys.argv[0], *_names_as_tuples(arguments)]
     try:
         config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=line)
-        _, *words = values(line)
+        _, *not_flags = values(line)
     except flags.UnrecognizedFlagError as error:
         raise UserError(_meaningless(f"--{error.flagname}", error.flagname)) from error
     except (flags.Error, TypeError) as error:
-        key, value = [*re.findall(r"^flag --config\.([\w.]+)=(.*?): ", str(error)), ("", "")][0]
-        if key in table.BY_KEY:
+        # The setting's own refusal says what it may be, which absl's does not.
+        match = re.match(r"flag --config\.([\w.]+)=(.*?): ", str(error))
+        if match and match[1] in table.BY_KEY:
+            key, value = match.groups()
             table.BY_KEY[key].check(value, key)
         raise UserError(str(error)) from error
-    if words:
-        key = words[0].partition("=")[0].lstrip("+")
-        raise UserError(_meaningless(f"{words[0]!r} on the command line", key if "=" in words[0] else ""))
+    if not_flags:
+        word = not_flags[0]
+        key = ""
+        if "=" in word:
+            key = word.partition("=")[0].lstrip("+")
+        raise UserError(_meaningless(f"{word!r} on the command line", key))
 
 
 def _names_as_tuples(arguments: Sequence[str]) -> list[str]:
@@ -142,11 +153,12 @@ def _names_as_tuples(arguments: Sequence[str]) -> list[str]:
     key = ""  # of the setting whose value is the next argument
     for word in arguments:
         match = re.match(r"(--?config\.([\w.]+)=)(.*)$", word, re.DOTALL)
+        start = ""
+        value = word
         if match:
-            start, of, value = match.groups()
-        else:
-            start, of, value = "", key, word
-        if of in table.BY_KEY and isinstance(table.BY_KEY[of].default, tuple) and _literal(value, tuple) == value:
+            start, key, value = match.groups()
+        takes_tuple = key in table.BY_KEY and isinstance(table.BY_KEY[key].default, tuple)
+        if takes_tuple and _literal(value, tuple) == value:
             names = filter(None, value.split(","))
             value = repr(tuple(names))
         written.append(start + value)

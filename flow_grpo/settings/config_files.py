@@ -200,6 +200,11 @@ def _hiding_config(error: Exception) -> Path | None:
 
 def _place(file: str, error: Exception) -> str:
     """FILE, line N: what is wrong there, of an error in a config file or in what it has called."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(file)]
-    line = [*lines, getattr(error, "lineno", None)][-1] if isinstance(error, SyntaxError) else (lines or [0])[-1]
+    # The innermost call in the file; a SyntaxError knows by itself where it is.
+    line = 0
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename) == Path(file):
+            line = frame.lineno
+    if isinstance(error, SyntaxError):
+        line = error.lineno
     return f"{shown(file)}, line {line}: {type(error).__name__}: {error}"

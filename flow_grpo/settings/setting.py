@@ -164,8 +164,9 @@ class Setting:
         if not self.is_like(value):
             raise UserError(f"config.{key} is {quoted(value)}; it must be {self._kind()}")
         if self.choices and value not in self.choices:
-            own = f"; {self.own_choice}" if self.own_choice else ""
-            raise UserError(f"config.{key} is {quoted(value)}; it may be {', '.join(map(repr, self.choices))}{own}")
+            choices = ", ".join(map(repr, self.choices))
+            advice = f"; {self.own_choice}" if self.own_choice else ""
+            raise UserError(f"config.{key} is {quoted(value)}; it may be {choices}{advice}")
         for entry in value if isinstance(value, tuple) else (value,):
             if _is_number(entry) and not self.min <= entry <= self.max:  # NaN compares false
                 limits = f"from {self.min:.7g} to {self.max:.7g}"

@@ -47,12 +47,14 @@ def _subsections(section: type[Section]) -> dict[str, type[Section]]:
 
 def _rows(section: type[Section], prefix: str = "") -> Iterator[Setting]:
     """A row for each setting of a section and of the sections in it."""
-    types, subsections = get_type_hints(section), _subsections(section)
+    types = get_type_hints(section)
+    subsections = _subsections(section)
     for entry in fields(section):
         if entry.name in subsections:
             yield from _rows(subsections[entry.name], f"{entry.name}.")
             continue
-        facts, meaning = dict(entry.metadata), DOCSTRINGS[section.__name__][entry.name]
+        facts = dict(entry.metadata)
+        meaning = DOCSTRINGS[section.__name__][entry.name]
         if get_origin(types[entry.name]) is Literal:
             facts["choices"] = get_args(types[entry.name])
         elif isinstance(facts.get("choices"), Mapping):  # losses, by name
@@ -179,7 +181,8 @@ def is_fixed(key: str) -> bool:
     """Return whether a resumed run must keep the value of a dotted key. In `reward.args` a value may change if it
     is a reward's server, or if the setting that it overrides may change; the options of a reward's load() may not."""
     if key.startswith("reward.args."):
-        option = [*key.split("."), ""][3]
+        parts = key.split(".")
+        option = parts[3] if len(parts) > 3 else ""
         return option != "url" and is_fixed(f"reward.{option}")
     return not (key in BY_KEY and BY_KEY[key].resumable)
 

@@ -24,14 +24,15 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """Every setting of other programs that has a row in TABLE."""
-    program, found = "", []
+    program = ""
+    settings = []
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             program = line.removeprefix("## Settings of ")
         elif line.startswith("| `"):
             name, ours, note = (cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split(" | "))
-            found.append(Row(program, name.strip("`"), tuple(re.findall(r"`([^`]+)`", ours)), note))
-    return found
+            settings.append(Row(program, name.strip("`"), tuple(re.findall(r"`([^`]+)`", ours)), note))
+    return settings
 
 
 def answer(key: str, names: Iterable[str] = table.BY_KEY, called: str = "") -> str:
@@ -41,9 +42,11 @@ def answer(key: str, names: Iterable[str] = table.BY_KEY, called: str = "") -> s
         names: the settings that there are, dotted.
         called: what the sentence calls it; "" = config.KEY.
     """
-    if moved := _moved(key):
+    moved = _moved(key)
+    if moved:
         return moved
-    near, foreign = nearest(key, names), _most_alike(key)
+    near = nearest(key, names)
+    foreign = _most_alike(key)
     foreign_first = foreign and _is_its_name(key, foreign[0])
     parts = [f"there is no setting {called or f'config.{key}'}"]
     if foreign and (foreign_first or not near):
@@ -64,14 +67,15 @@ def _where_to_look(key: str) -> str:
 
 def of_other_program(key: str) -> str:
     """Say what has the part of another program's setting of exactly this name; "" if no program has it."""
-    found = [row for row in rows() if _is_its_name(key, row)]
-    return f"{_sentence(found)}; {PAGE}" if found else ""
+    namesakes = [row for row in rows() if _is_its_name(key, row)]
+    return f"{_sentence(namesakes)}; {PAGE}" if namesakes else ""
 
 
 def nearest(key: str, names: Iterable[str]) -> list[str]:
     """The settings, or sections, of which `key` is a slip: the same last part in another section, or a last part with
     one slip. A name that is only loosely alike is another setting, and would make another experiment of it."""
-    last, names = key.rpartition(".")[2], list(names)
+    last = key.rpartition(".")[2]
+    names = list(names)
     same = [name for name in names if name.rpartition(".")[2] == last]
     sections = sorted({name.partition(".")[0] for name in names if "." in name})
     return same or [name for name in [*names, *sections] if is_slip(last, name.rpartition(".")[2])]
@@ -118,10 +122,12 @@ def _most_alike(key: str) -> list[Row]:
     return exact or parts or alike
 
 
-def _sentence(found: list[Row]) -> str:
-    """Join what the first few rows say, each counterpart here once."""
-    by_part = {row.ours: row for row in reversed(found)}
-    return "; ".join(map(_clause, list(by_part.values())[::-1][:2]))
+def _sentence(alike: list[Row]) -> str:
+    """Join what the first two rows say that have different counterparts here."""
+    # Of rows with one counterpart the first counts, and comes in the place of the last of them.
+    first_by_part = {row.ours: row for row in reversed(alike)}
+    in_order = list(reversed(first_by_part.values()))
+    return "; ".join(map(_clause, in_order[:2]))
 
 
 def _clause(row: Row) -> str:
