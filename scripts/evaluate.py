@@ -79,7 +79,7 @@ def size(text: str) -> Size:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raises UserError for a flag that is empty, or says something twice."""
+    """Raise UserError for a flag that is empty, or says something twice."""
     for name in ("model", "prompts", "out"):
         if getattr(args, name) == "":
             raise UserError(f"--{name} is empty")
@@ -136,7 +136,7 @@ def override(config: ConfigDict, args: argparse.Namespace) -> None:
 
 
 def check_words(args: argparse.Namespace) -> None:
-    """Raises UserError for a misspelt policy, setting or reward, as far as no run has to be read for it."""
+    """Raise UserError for a misspelt policy, setting or reward, as far as no run has to be read for it."""
     for name in args.policies:
         try:
             is_there = Path(locations.resolve(name)).exists()
@@ -195,7 +195,7 @@ SAID_BY_FLAGS = {  # setting -> the flag that says the same
 
 
 def check_set(args: argparse.Namespace) -> None:
-    """Raises UserError for a setting of --set that would be ignored."""
+    """Raise UserError for a setting of --set that would be ignored."""
     saves_images = args.save_images or any(text.startswith("eval.save_images=") for text in args.set)
     for text in args.set:
         key = text.partition("=")[0]
@@ -285,7 +285,7 @@ def chosen_prompts(args: argparse.Namespace, config: Config) -> prompts.Split:
 
 
 def check_common(args: argparse.Namespace, comparison: Comparison, config: Config) -> None:
-    """Raises UserError for prompts, rewards and flags that are wrong or not there for any policy."""
+    """Raise UserError for prompts, rewards and flags that are wrong or not there for any policy."""
     num_seeds = len(comparison.seeds)
     if not comparison.split.prompts:
         raise UserError(

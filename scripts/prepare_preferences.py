@@ -54,7 +54,7 @@ def flags(words: list[str]) -> tuple[Options, list[str]]:
 
 
 def check_options(options: Options) -> None:
-    """Raises UserError for a flag's value that nothing can be made with."""
+    """Raise UserError for a flag's value that nothing can be made with."""
     if options.max_rows < 0:
         raise UserError(f"--max_rows is {options.max_rows}; it must be 1 or more, or 0 for all rows")
     if options.part_size < 1:
@@ -67,7 +67,7 @@ def check_options(options: Options) -> None:
 
 
 def check_plan(config: Config, world_size: int, options: Options) -> None:
-    """Raises UserError for a flag that cannot be meant, a config without a folder to write, or batches that hold no
+    """Raise UserError for a flag that cannot be meant, a config without a folder to write, or batches that hold no
     whole groups."""
     check_options(options)
     if config.dry_run:
@@ -241,7 +241,7 @@ class FromRollouts:
         )
 
     def check_scores(self, scores: dict[str, Tensor]) -> None:
-        """Raises RewardFailed where too many of a part's scores are missing."""
+        """Raise RewardFailed where too many of a part's scores are missing."""
         self.pool.masked_shares(scores)
 
 
@@ -459,7 +459,7 @@ def claim(folder: Path, origin: dict[str, Any]) -> bool:
 
 
 def check_unchanged(folder: Path, origin: dict[str, Any], begun_with: Path) -> None:
-    """Raises UserError if a folder was begun with other settings or of other rows, as the file `begun_with` says."""
+    """Raise UserError if a folder was begun with other settings or of other rows, as the file `begun_with` says."""
     before = folders.read_json(begun_with)
     made_by = origin["made_by"]
     differing = []

@@ -31,7 +31,7 @@ def commands(text):
 
 
 def check(words, own_configs):
-    """Raises AssertionError or ValueError for a command that names what is not there.
+    """Raise AssertionError or ValueError for a command that names what is not there.
 
     Args:
         own_configs: name of a config file that a page makes -> where the test has put it.

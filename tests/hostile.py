@@ -66,7 +66,7 @@ def half(handler, body, number):
 
 
 def hangs(handler, body, number):
-    """Says nothing for a long time."""
+    """Say nothing for a long time."""
     time.sleep(20)
 
 

@@ -108,7 +108,7 @@ def key_of(text):
 
 
 def check_value(setting, text):
-    """Raises UserError for a value that the setting does not take."""
+    """Raise UserError for a value that the setting does not take."""
     value = text
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)

@@ -14,7 +14,7 @@ MODULES = ("flow_grpo.run.rewards", "flow_grpo.run.update")  # of functions that
 
 @contextmanager
 def recorded_reads(monkeypatch):
-    """Yields {key: the roles inside which it is read}, which fills while the block trains; a key that is read elsewhere
+    """Yield {key: the roles inside which it is read}, which fills while the block trains; a key that is read elsewhere
     has "" among its roles. Settings that are read back from a run's folder do not count."""
     prefixes = {Config: ""}
     for name in table.SECTIONS:

@@ -36,6 +36,10 @@ def test_a_line_of_each_kind_is_counted_once(kind, source):
     assert kinds_in(source) == [kind]
 
 
+def test_a_docstring_is_counted_that_begins_in_the_third_person():
+    assert kinds_in('def f():\n    """Raises UserError for nothing."""') == ["docstrings"]
+
+
 def test_a_walrus_is_counted_in_a_comprehension_and_a_loop_and_where_an_if_does_not_begin_with_it():
     sources = ("[y for x in row if (y := f(x))]", "while x := f():\n    pass", "if a and (b := a.b):\n    pass")
     assert [kinds_in(source) for source in sources] == [["walruses"]] * 3

@@ -45,7 +45,7 @@ def how(shallow):
 
 
 class Enough(Exception):
-    """Ends a run whose first images have shown what a test looks at."""
+    """End a run whose first images have shown what a test looks at."""
 
 
 def first_lines(folder):

@@ -24,7 +24,7 @@ KINDS = {
     "nested": "a comprehension in a comprehension: write a loop, or a function for the inner one",
     "walruses": "a walrus outside `if (match := ...)`: assign it on a line of its own",
     "lambdas": "a lambda with a name: write a function",
-    "docstrings": 'a docstring that begins with "Of" or a pronoun: begin with a verb or a noun',
+    "docstrings": 'a docstring that begins with "Of", "Raises" or a pronoun: begin with a verb ("Raise") or a noun',
     "padded": "an index into a list that is padded for it: write an `if`",
 }
 # The most that each folder may have of each kind, in the order of KINDS. A folder that is not named may have none.
@@ -54,6 +54,7 @@ LIMITS = {
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 VAGUE = {"of", "it", "its", "what", "who", "whose", "those", "this", "that", "these", "they", "where", "whether"}
+THIRD_PERSON = {"raises", "returns", "says", "yields", "refuses"}
 
 
 class Place(NamedTuple):
@@ -95,11 +96,11 @@ def is_named_lambda(node: ast.AST) -> bool:
 
 
 def is_vague_docstring(node: ast.AST) -> bool:
-    """Say whether a module, class or function has a docstring that begins with one of the words in VAGUE."""
+    """Say whether a module, class or function has a docstring that begins with a word of VAGUE or THIRD_PERSON."""
     if not isinstance(node, DOCUMENTED):
         return False
     words = (ast.get_docstring(node) or "").split()
-    return bool(words) and words[0].strip(".,:;").lower() in VAGUE
+    return bool(words) and words[0].strip(".,:;").lower() in VAGUE | THIRD_PERSON
 
 
 def is_padded_index(node: ast.AST) -> bool:

@@ -66,7 +66,7 @@ def check(editable: ConfigDict, script: Script) -> Config:
 
 
 def check_algorithm(config: ConfigDict, script: Script) -> None:
-    """Raises UserError for a config that is for another script."""
+    """Raise UserError for a config that is for another script."""
     if config.algorithm in tuple(table.SCRIPTS) and config.algorithm != script.algorithm:
         raise UserError(
             f"{config.name} is a config for {table.SCRIPTS[config.algorithm]}, but this script is "
@@ -75,7 +75,7 @@ def check_algorithm(config: ConfigDict, script: Script) -> None:
 
 
 def _check_names(config: ConfigDict) -> None:
-    """Raises UserError for a name that a config file has added beside the settings."""
+    """Raise UserError for a name that a config file has added beside the settings."""
     for key in table.flat(config):
         is_named_by_user = key.startswith(OPEN_SECTIONS)
         if key not in table.BY_KEY and not is_named_by_user:
@@ -83,7 +83,7 @@ def _check_names(config: ConfigDict) -> None:
 
 
 def _check_used(config: Config) -> None:
-    """Raises UserError for a setting that is not its default and that the script, or another setting, makes useless."""
+    """Raise UserError for a setting that is not its default and that the script, or another setting, makes useless."""
     defaults = Config()
     for setting in table.SETTINGS:
         value = table.value_of(config, setting.key)
@@ -196,7 +196,7 @@ def _check_frames(config: Config) -> None:
 
 
 def check_saved_images(settings: Eval, num_frames: int) -> None:
-    """Raises UserError where evaluations would save videos in a format that has no animations."""
+    """Raise UserError where evaluations would save videos in a format that has no animations."""
     if num_frames > 1 and settings.save_images and settings.image_format == "jpg":
         raise UserError(
             f"config.eval.image_format is 'jpg', of a single frame, but videos have {num_frames}; set 'png' or 'webp'"
@@ -204,13 +204,13 @@ def check_saved_images(settings: Eval, num_frames: int) -> None:
 
 
 def _check_schedule(name: str, decay: float) -> None:
-    """Raises UserError unless a decay is one of the numbered schedules, or a share of itself that a policy can keep."""
+    """Raise UserError unless a decay is one of the numbered schedules, or a share of itself that a policy can keep."""
     if not (0 <= decay < 1 or decay in (1, 2, 3)):
         raise UserError(f"config.train.{name} is {decay}; it may be 1, 2, 3, or a fixed decay from 0 to below 1")
 
 
 def check_rollout_weights(config: Config) -> None:
-    """Raises UserError where sample.rollout_weights cannot be made of weights of config.base_precision."""
+    """Raise UserError where sample.rollout_weights cannot be made of weights of config.base_precision."""
     weights = config.sample.rollout_weights
     if config.base_precision not in BASES[weights]:
         raise UserError(
@@ -244,13 +244,13 @@ def _check_speed(config: Config) -> None:
 
 
 def check_windowed_groups(sample: Sample) -> None:
-    """Raises UserError unless the SDE window lies within the steps and images can be compared; train_*.py."""
+    """Raise UserError unless the SDE window lies within the steps and images can be compared; train_*.py."""
     check_window(sample)
     check_groups(sample)
 
 
 def check_window(sample: Sample) -> None:
-    """Raises UserError unless the SDE window lies within the steps; train_*_distill.py, which compares no images."""
+    """Raise UserError unless the SDE window lies within the steps; train_*_distill.py, which compares no images."""
     first, last = sample.sde_window_range
     unused_ranges = (table.BY_KEY["sample.sde_window_range"].default, (0, sample.num_steps - 1))
     if not sample.sde_window_size and (first, last) not in unused_ranges:
@@ -268,7 +268,7 @@ def check_window(sample: Sample) -> None:
 
 
 def check_branches(sample: Sample) -> None:
-    """Raises UserError unless branches can be compared; train_*_pr.py."""
+    """Raise UserError unless branches can be compared; train_*_pr.py."""
     if sample.num_branches < 2:
         raise UserError(
             f"config.sample.num_branches is {sample.num_branches}; a branch is compared with the others of its "
@@ -277,7 +277,7 @@ def check_branches(sample: Sample) -> None:
 
 
 def check_groups(sample: Sample) -> None:
-    """Raises UserError unless an image can be compared with another; train_*_dpo.py and prepare_preferences.py."""
+    """Raise UserError unless an image can be compared with another; train_*_dpo.py and prepare_preferences.py."""
     if sample.num_images_per_prompt < 2:
         raise UserError(
             "config.sample.num_images_per_prompt is 1, but images of one prompt are compared; set at least 2"
@@ -290,7 +290,7 @@ def check_groups(sample: Sample) -> None:
 
 
 def check_step_weight(config: Config) -> None:
-    """Raises UserError for branches without a choice of their steps' weight."""
+    """Raise UserError for branches without a choice of their steps' weight."""
     if config.sample.num_branches > 1 and not config.train.step_weight:
         raise UserError(
             "config.train.step_weight is '', but steps that branch have a weight each: set 'sqrt3' (sqrt(3) times the "
@@ -299,7 +299,7 @@ def check_step_weight(config: Config) -> None:
 
 
 def check_forward(sample: Sample) -> None:
-    """Raises UserError unless finished images are compared and any timestep may be trained; train_*_nft.py."""
+    """Raise UserError unless finished images are compared and any timestep may be trained; train_*_nft.py."""
     if sample.sde_window_size:
         raise UserError(f"config.sample.sde_window_size is {sample.sde_window_size}; without noise it must be 0")
     check_groups(sample)

@@ -29,9 +29,10 @@ ANOTHER_RANK = "another rank has ended; what it said is above or below"
 
 
 def parse(default: str, script: checks.Script | None = None, arguments: Sequence[str] | None = None) -> ConfigDict:
-    """The config of a command line, for a script's first lines: what this module imports takes a tenth of a second, so
-    --help, --list and mistakes are answered before the script imports torch. Ends the process where it answers.
-    The garbage collector rests from here until `run`.
+    """Return the config of a command line, or answer --help, --list and mistakes and end the process.
+
+    For a script's first lines: what this module imports takes a tenth of a second, so the answer comes before the
+    script imports torch. The garbage collector rests from here until `run`.
 
     Args:
         default: FILE:NAME, where the command line has no --config.
@@ -69,8 +70,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def arguments(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespace], None] | None = None) -> Any:
-    """The arguments of such a script, for its first lines, as of `parse`; `check` raises UserError for what can be
-    known without importing torch."""
+    """Return the arguments of a script without a config, for its first lines, as `parse` does of one with a config.
+
+    Args:
+        check: raises UserError for what can be known without importing torch.
+    """
     with sentences():
         prepare_process()
         args = parser.parse_args()
@@ -80,8 +84,8 @@ def arguments(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespa
 
 
 def prepare_process() -> None:
-    """Make this process one that neither its terminal nor its environment ends later. Raises UserError for what only
-    the user can mend."""
+    """Keep the terminal and the environment from ending this process later. Raise UserError for what only the user can
+    mend."""
     terminal.protect()
     os.environ["MPLBACKEND"] = "agg"  # which draws into files alone; the environment's may need a display, or be none
     if sys.flags.optimize > 1:
@@ -91,7 +95,7 @@ def prepare_process() -> None:
 
 
 def _check_checkout() -> None:
-    """Raises UserError for a script of one checkout that imports flow_grpo from another one."""
+    """Raise UserError for a script of one checkout that imports flow_grpo from another one."""
     checkout = Path(sys.argv[0]).resolve().parent.parent
     imported = locations.PACKAGE.parent.resolve()
     if (checkout / locations.PACKAGE.name / "settings").is_dir() and checkout != imported:
@@ -100,7 +104,7 @@ def _check_checkout() -> None:
 
 
 def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
-    """Raises UserError, which names the variant that is to blame, for what can be known without importing torch."""
+    """Raise UserError, which names the variant that is to blame, for what can be known without importing torch."""
     try:
         checked = checks.check(config, script)
         served = [name for name, args in checked.reward.args.items() if "url" in args]
@@ -112,7 +116,7 @@ def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
 
 
 def _check_places(config: Config, reads_dataset: bool) -> None:
-    """Raises UserError for a data set, a checkpoint or a model that is not there."""
+    """Raise UserError for a data set, a checkpoint or a model that is not there."""
     try:
         data = Path(locations.resolve(config.dataset))
         if reads_dataset and not data.is_dir():
@@ -130,7 +134,7 @@ def _check_places(config: Config, reads_dataset: bool) -> None:
 
 
 def run(main: Callable[[ConfigDict], None], config: ConfigDict, after_stop: str = "") -> None:
-    """Call a script's main; errors that are no bug are sentences. `after_stop` as of these."""
+    """Call a script's main; errors that are no bug are told as `sentences` does. `after_stop` as there."""
     collect_rarely()
     try:
         with sentences(after_stop):
@@ -190,9 +194,14 @@ def _tell(config: ConfigDict, error: BaseException) -> str:
 
 @contextmanager
 def sentences(after_stop: str = "") -> Iterator[None]:
-    """Ends the process with one sentence where the user can mend it (status 2), where numbers went astray, a disk
-    is full or another rank has ended (1), and after Ctrl-C (130), where `after_stop` says how to go on; "" = what the
-    run's folder says. A bug keeps its traceback."""
+    """End the process with one sentence, in the place of a traceback, for an error of this block that is no bug.
+
+    The exit status is 2 for a mistake that the user can mend, 130 for Ctrl-C, and 1 where numbers are not finite, a
+    disk is full or another rank has ended. A bug keeps its traceback.
+
+    Args:
+        after_stop: how to go on after Ctrl-C; "" = as the run's folder says.
+    """
     try:
         yield
     except BaseException as error:
@@ -224,7 +233,7 @@ def _resume_hint() -> str:
 
 
 def _stopped(after_stop: str) -> SystemExit:
-    """Says so once for all ranks. A second Ctrl-C ends the process at once."""
+    """Print once for all ranks that Ctrl-C stopped the process; a second Ctrl-C ends it at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get("RANK", "0") == "0":
         hint = after_stop or _resume_hint()
@@ -233,7 +242,7 @@ def _stopped(after_stop: str) -> SystemExit:
 
 
 def _say(text: str) -> None:
-    """Say it, under torchrun once for all ranks of a machine that end for one reason."""
+    """Print a sentence; of a machine's ranks that end for one reason, only the first gets to print."""
     rank = os.environ.get("RANK", "0")
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(TURN_S)

@@ -15,7 +15,7 @@ def world_size() -> int:
 
 
 def check() -> None:
-    """Raises UserError unless the environment describes one of several ranks, or none."""
+    """Raise UserError unless the environment describes one of several ranks, or none."""
     for name in NUMBERS:
         value = os.environ.get(name, "0")
         if not value.isdecimal():

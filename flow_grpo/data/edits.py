@@ -18,7 +18,7 @@ MOVE = 0.25  # of the picture's longer side; how far an object of the training p
 
 
 def check_metadata(metadata: dict[str, Any]) -> None:
-    """Raises UserError, naming the prompt, where an object or the edit lacks something or names what does not exist."""
+    """Raise UserError, naming the prompt, where an object or the edit lacks something or names what does not exist."""
     objects = metadata.get("objects")
     edit = metadata.get("edit")
     problem = "needs `objects`, each with class, color, center [x, y] and radius, and `edit`"

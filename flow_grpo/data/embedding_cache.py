@@ -70,7 +70,7 @@ class Cache:
         return []
 
     def check_writable(self) -> None:
-        """Raises UserError unless embeddings can be written."""
+        """Raise UserError unless embeddings can be written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self.folder).close()

@@ -64,7 +64,7 @@ def open_rows(source: str) -> "list[dict[str, Any]] | PickAPic":
 
 
 def _check_folder(folder: Path, name: str) -> None:
-    """Raises UserError for what is no folder, or one without a file of pairs."""
+    """Raise UserError for what is no folder, or one without a file of pairs."""
     try:
         files = sorted(path.name for path in folder.iterdir())
         has_parquet = any(folder.glob(PARQUET))
@@ -110,7 +110,7 @@ def _with_paths(stored: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _check_jsonl_rows(rows: list[dict[str, Any]], path: Path) -> None:
-    """Raises UserError where no line has a higher score of the winner, or none of those that are opened is usable."""
+    """Raise UserError where no line has a higher score of the winner, or none of those that are opened is usable."""
     if not any(has_preference(row) for row in rows):
         first = rows[0]
         raise UserError(
@@ -195,7 +195,7 @@ def check_columns(path: Path, schema: pa.Schema) -> None:
 
 
 def _check_pick_a_pic(rows: PickAPic) -> None:
-    """Raises UserError where no row has a higher label, or none of the first ones is usable."""
+    """Raise UserError where no row has a higher label, or none of the first ones is usable."""
     group = rows.row_groups[0]
     if not rows.has_labels_apart():
         (first,) = rows.read_stored(slice(0, 1), LABELS)
@@ -211,7 +211,7 @@ def _check_pick_a_pic(rows: PickAPic) -> None:
 
 
 def _check_usable(rows: dict[str, dict[str, Any]], prompt: str, images: tuple[str, str]) -> None:
-    """Raises UserError where none of these rows can be used.
+    """Raise UserError where none of these rows can be used.
 
     Args:
         rows: by file and line, for messages.

@@ -22,7 +22,7 @@ MOST_MOVES = 2
 
 
 def check_metadata(metadata: dict[str, Any]) -> None:
-    """Raises UserError, naming the prompt, where an object lacks something or has what does not exist."""
+    """Raise UserError, naming the prompt, where an object lacks something or has what does not exist."""
     objects = metadata.get("objects")
     problem = "needs `objects`, each with class and moves"
     if isinstance(objects, list) and objects:

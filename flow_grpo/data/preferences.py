@@ -311,7 +311,7 @@ def _checked_texts(
 
 
 def _check_types(path: Path, file: pq.ParquetFile, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises UserError unless a file has the columns of `schema`, of either type of floats."""
+    """Raise UserError unless a file has the columns of `schema`, of either type of floats."""
     stored = _types_of(file.schema_arrow)
     full = _types_of(schema(shapes, "float32"))
     half = _types_of(schema(shapes, "bfloat16"))

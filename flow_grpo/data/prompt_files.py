@@ -65,7 +65,7 @@ def is_prompt_file(path: Path) -> bool:
 
 
 def _check_kind(path: Path) -> None:
-    """Raises UserError for a file that holds something else, by its name or its first bytes."""
+    """Raise UserError for a file that holds something else, by its name or its first bytes."""
     # Some formats are told apart by their first bytes alone: names are often wrong.
     with path.open("rb") as file:
         start = file.read(64)
@@ -97,7 +97,8 @@ def read_lines(path: Path) -> list[str]:
 
 
 def _text_of(path: Path) -> str:
-    """Raises UserError: the file cannot be read, or is not UTF-8; names file and line."""
+    """Return the text of a file, without a byte order mark. Raise UserError, which names file and line, if it cannot be
+    read or is not UTF-8."""
     try:
         stored = path.read_bytes()
     except OSError as error:
@@ -129,7 +130,7 @@ def parse_line(line: str, place: str) -> Any:
 
 
 def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for an object with a key twice, of which JSON would keep the last."""
+    """Return the dict of a JSON object. Raise ValueError for a key that stands twice: JSON would keep the last."""
     stored: dict[str, Any] = {}
     for name, value in pairs:
         if name in stored:
@@ -157,7 +158,7 @@ def _read_text(path: Path, column: str) -> list[Row]:
 
 
 def _check_is_text(path: Path, first_line: str) -> None:
-    """Raises UserError for a file that begins as JSON or a table does, whatever its name's ending says."""
+    """Raise UserError for a file that begins as JSON or a table does, whatever its name's ending says."""
     separator = "\t" if "\t" in first_line else ","
     fields = [field.strip(' "').lower() for field in first_line.split(separator)]
     if len(fields) > 1 and not set(PROMPT).isdisjoint(fields):
@@ -292,7 +293,7 @@ def _lines_of_table(path: Path) -> list[tuple[str, list[str]]]:
 
 
 def _check_separator(path: Path, first_line: str, separator: str) -> None:
-    """Raises UserError for a table whose columns are separated by something else, as Excel does by country."""
+    """Raise UserError for a table whose columns are separated by something else, as Excel does by country."""
     if separator in first_line:
         return
     for other in (";", "\t", ","):

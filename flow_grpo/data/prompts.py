@@ -122,7 +122,8 @@ def load_file(path: Path) -> list[Prompt]:
 
 
 def _prompt_of(row: Row, folder: Path) -> Prompt:
-    """Raises UserError for a blank or endless prompt, a "tag" that is no text of one line, and missing sources."""
+    """Make the prompt of a row; `folder` is that of its file. Raise UserError for a blank text or one of over LONGEST
+    characters, a "tag" that is no text of one line, and missing sources."""
     text = row.text.strip()
     if is_blank(text):
         raise UserError(f"{row.place}: empty prompt")

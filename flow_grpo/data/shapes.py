@@ -45,7 +45,7 @@ def signed_distances(x: Tensor, y: Tensor) -> Tensor:
 
 
 def check_metadata(metadata: dict[str, Any]) -> None:
-    """Raises UserError, naming the prompt, where a clause lacks something or names what does not exist."""
+    """Raise UserError, naming the prompt, where a clause lacks something or names what does not exist."""
     problem = _problem_of_clauses(metadata) or _problem_of_positions(metadata)
     if problem:
         raise UserError(f"metadata of prompt {quoted(metadata.get('prompt'))}: {problem}")

@@ -109,7 +109,7 @@ def _candidate_of_run(name: str, run_folder: Path, weights: str) -> Candidate:
 
 
 def check_candidate(candidate: Candidate, family: type[FlowModel]) -> None:
-    """Raises UserError where its model is not whole, where its LoRA file does not fit it, or where a quantised base is
+    """Raise UserError where its model is not whole, where its LoRA file does not fit it, or where a quantised base is
     asked for and all weights were trained. Loads none."""
     model = candidate.config.model
     base_precision = candidate.config.base_precision

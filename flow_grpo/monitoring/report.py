@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raises UserError for several runs without a page of their own."""
+    """Raise UserError for several runs without a page of their own."""
     if len(args.runs) > 1 and (args.out is None or args.out.suffix in FIGURES):
         raise UserError("several runs need a page, such as --out report.html; .pdf and .svg are drawn of one run")
 

@@ -186,7 +186,7 @@ def is_installed(package: str) -> bool:
 
 
 def check_logger(logger: str) -> None:
-    """Raises UserError if the package of config.logger is missing, or if wandb is to send a run and cannot."""
+    """Raise UserError if the package of config.logger is missing, or if wandb is to send a run and cannot."""
     if logger in KINDS and not is_installed(logger):
         raise UserError(f"config.logger is {logger!r}, but {logger} is not installed: pip install {logger}")
     if logger == "wandb":
@@ -199,7 +199,7 @@ def _wandb_mode() -> Any:
 
 
 def _check_wandb(mode: str) -> None:
-    """Raises UserError if wandb has no key. Without this check it would ask for one after all weights are loaded."""
+    """Raise UserError if wandb has no key. Without this check it would ask for one after all weights are loaded."""
     if mode not in (*SENDING, *NOT_SENDING):
         raise UserError(f"WANDB_MODE is {quoted(mode)}; it may be {', '.join((*SENDING, *NOT_SENDING))}")
     if mode in NOT_SENDING:

@@ -89,7 +89,8 @@ def _begin(config: Config, folder: Path, prompt_files: Sequence[PromptFile]) -> 
 
 
 def _go_on(config: Config, folder: Path, path: Path, parent: Path | None, prompt_files: Sequence[PromptFile]) -> Place:
-    """Raise UserError unless the run can go on from `path`; note in its folder what it reads."""
+    """Find the checkpoint at `path` that the run goes on from, or a branch of `parent` begins with. Note in the run's
+    folder the digests of what it reads. Raise UserError for a checkpoint that does not fit this config."""
     if parent:
         # At once, so that `latest` knows a branch that is killed while its files are compared.
         _write_parent(folder, parent, path)

@@ -329,7 +329,7 @@ def _load_frozen(experiment: Experiment, device: torch.device) -> tuple[FlowMode
 
 
 def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[Prompt] | None) -> Prompts:
-    """Raise UserError unless everything that the config names is there and fits. Returns the prompts."""
+    """Return the run's prompts. Raise UserError unless everything that the config names is there and fits."""
     load_weights.check_model(config.model, config.lora, family)
     _check_family(config, family)
     if config.cache_dir and not config.dry_run:

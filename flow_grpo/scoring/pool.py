@@ -175,7 +175,7 @@ class Pool:
 
 
 def check_images(are_finite: Tensor, prompts: list[Prompt]) -> None:
-    """Raises FloatingPointError, which names a prompt, unless all images are finite; `are_finite` [B] bool."""
+    """Raise FloatingPointError, which names a prompt, unless all images are finite; `are_finite` [B] bool."""
     bad = (~are_finite).nonzero().flatten().tolist()
     if bad:
         first = prompts[bad[0]]

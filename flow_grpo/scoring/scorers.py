@@ -128,14 +128,14 @@ class Scorer:
         return f"reward {self.name!r} ({self.address}): {waits}; first prompt: {quoted(pending[0][0].text)}"
 
     def check_in_time(self) -> None:
-        """Raises RewardFailed where a request takes longer than it may."""
+        """Raise RewardFailed where a request takes longer than it may."""
 
     def close(self) -> None:
         """Stop what `send` has started."""
 
 
 def _check_names(scores: dict[str, Tensor]) -> None:
-    """Raises UserError for figures beside a score that cannot become metrics."""
+    """Raise UserError for figures beside a score that cannot become metrics."""
     taken = sorted(scores.keys() & rewards.GROUP_FIGURES)
     if taken:
         raise UserError(f"it answers with {', '.join(taken)}, which a run logs of each reward itself")
@@ -209,7 +209,7 @@ class LocalScorer(Scorer):
         return self.threads.submit(self._score, images, prompts, drawn)
 
     def check_in_time(self) -> None:
-        """Raises RewardFailed where calls take longer than a server's may. A thread cannot be ended."""
+        """Raise RewardFailed where calls take longer than a server's may. A thread cannot be ended."""
         limit_s = self.settings.timeout_s + client.RETRY_S
         waits = self.describe_wait()
         if waits and time.monotonic() - self.answered_s > limit_s:

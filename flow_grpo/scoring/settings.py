@@ -28,7 +28,7 @@ class RewardSettings(Reward):
 
 
 def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings: Reward) -> None:
-    """Raises UserError for settings of config.reward that cannot be meant, or a server that does not answer. Loads no
+    """Raise UserError for settings of config.reward that cannot be meant, or a server that does not answer. Loads no
     model."""
     args = plain(settings.args)
     served = []
@@ -54,7 +54,7 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
 
 
 def check_gradients(weights: Mapping[str, float], settings: Reward) -> None:
-    """Raises UserError for a reward without a gradient, or one that a server scores. Loads no model."""
+    """Raise UserError for a reward without a gradient, or one that a server scores. Loads no model."""
     served = [name for name in weights if split_settings(name, settings)[0].url]
     rewards.check_gradients(weights, served)
 
@@ -90,7 +90,7 @@ def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]
 
 
 def check_urls(key: str, urls: str | list[str]) -> None:
-    """Raises UserError unless a setting is a server's address, or a list of such, without a password: configs are
+    """Raise UserError unless a setting is a server's address, or a list of such, without a password: configs are
     stored."""
     if not urls_of(urls):
         raise UserError(f"{key} is an empty list")

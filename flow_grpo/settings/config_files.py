@@ -44,7 +44,7 @@ def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], fi
 
 
 def _check_names(kind: str, wanted: list[str], known: list[str], file: str) -> None:
-    """Raises UserError for the first name of a run or a variant that a file does not list, with the nearest."""
+    """Raise UserError for the first name of a run or a variant that a file does not list, with the nearest."""
     for name in wanted:
         if name not in known:
             near = difflib.get_close_matches(name, known, cutoff=0) or known
@@ -140,7 +140,7 @@ def _of_name(get_config: Callable, name: str, path: Path) -> ConfigDict:
 
 
 def _check_program(config: ConfigDict, path: Path) -> None:
-    """Raises UserError for a config without settings that each of ours has, such as one of Flow-GRPO's."""
+    """Raise UserError for a config without settings that each of ours has, such as one of Flow-GRPO's."""
     missing = [key for key in table.BY_KEY if not table.has(config, key)]
     if missing:
         raise UserError(

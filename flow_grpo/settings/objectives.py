@@ -47,7 +47,7 @@ class GradientPath(NamedTuple):
 
 
 def needs_gaussian(config: "Config") -> None:
-    """Raises UserError unless log-probs are those of a Gaussian."""
+    """Raise UserError unless log-probs are those of a Gaussian."""
     if config.sample.sde_type == "cps":
         raise UserError(
             f"config.train.objective {config.train.objective!r} needs Gaussian log-probs, which sample.sde_type 'cps' "
@@ -56,7 +56,7 @@ def needs_gaussian(config: "Config") -> None:
 
 
 def needs_older_policy(config: "Config") -> None:
-    """Raises UserError if the old policy equals the trained one in every update."""
+    """Raise UserError if the old policy equals the trained one in every update."""
     train = config.train
     if not train.old_decay_schedule and train.updates_per_epoch * train.inner_epochs < 2:
         raise UserError(
@@ -66,7 +66,7 @@ def needs_older_policy(config: "Config") -> None:
 
 
 def needs_moving_ratio(config: "Config") -> None:
-    """Raises UserError unless an epoch's ratios start at 1, as the old policy is a copy of the trained one, and then
+    """Raise UserError unless an epoch's ratios start at 1, as the old policy is a copy of the trained one, and then
     move."""
     needs_older_policy(config)
     if config.train.old_decay_schedule:
@@ -77,7 +77,7 @@ def needs_moving_ratio(config: "Config") -> None:
 
 
 def needs_present_policy(config: "Config") -> None:
-    """Raises UserError unless the policy that samples is a copy of the trained one, which is held to a reference."""
+    """Raise UserError unless the policy that samples is a copy of the trained one, which is held to a reference."""
     train = config.train
     name = f"config.train.forward_objective {train.forward_objective!r}"
     if train.old_decay_schedule:
@@ -90,7 +90,7 @@ def needs_present_policy(config: "Config") -> None:
 
 
 def needs_lagging_policy(config: "Config") -> None:
-    """Raises UserError if the old policy is a copy of the trained one, at first or for ever, or a forward may hold
+    """Raise UserError if the old policy is a copy of the trained one, at first or for ever, or a forward may hold
     parts of groups."""
     train = config.train
     if train.old_decay_schedule in (0, 2):
@@ -103,7 +103,7 @@ def needs_lagging_policy(config: "Config") -> None:
 
 
 def needs_compared_groups(config: "Config") -> None:
-    """Raises UserError unless the old policy is another than the trained one and each forward holds whole groups, with
+    """Raise UserError unless the old policy is another than the trained one and each forward holds whole groups, with
     one noise and one baseline per group."""
     needs_older_policy(config)
     if config.sample.baseline == "all":
@@ -115,7 +115,7 @@ def needs_compared_groups(config: "Config") -> None:
 
 
 def needs_whole_groups(config: "Config") -> None:
-    """Raises UserError unless each forward holds whole groups, with one noise per group."""
+    """Raise UserError unless each forward holds whole groups, with one noise per group."""
     sample = config.sample
     name = f"config.train.forward_objective {config.train.forward_objective!r}"
     if not config.train.shared_noise:
@@ -124,7 +124,7 @@ def needs_whole_groups(config: "Config") -> None:
 
 
 def needs_endpoints(config: "Config") -> None:
-    """Raises UserError unless each forward holds whole groups of images, and steps tell the velocity."""
+    """Raise UserError unless each forward holds whole groups of images, and steps tell the velocity."""
     sample = config.sample
     name = f"config.train.objective {config.train.objective!r}"
     if sample.num_branches > 1:
@@ -135,7 +135,7 @@ def needs_endpoints(config: "Config") -> None:
 
 
 def needs_a_common_noise(config: "Config") -> None:
-    """Raises UserError as `needs_endpoints` does, and unless the images of a group start from one noise."""
+    """Raise UserError as `needs_endpoints` does, and unless the images of a group start from one noise."""
     if not config.sample.same_latent:
         raise UserError(
             f"config.train.objective {config.train.objective!r} needs config.sample.same_latent True: it compares "

@@ -160,7 +160,7 @@ class Setting:
         return _is_like(value, self.default)
 
     def check(self, value: Any, key: str) -> None:
-        """Raises UserError, which names the value by `key`, unless the entry allows it."""
+        """Raise UserError, which names the value by `key`, unless the entry allows it."""
         if not self.is_like(value):
             raise UserError(f"config.{key} is {quoted(value)}; it must be {self._kind()}")
         if self.choices and value not in self.choices:

@@ -55,7 +55,7 @@ KEPT = {"train.step_weight": (("equal", ""), ("equal", "sqrt3"), ("mean_one", "s
 
 
 def check_values(config: ConfigDict) -> None:
-    """Raises UserError for a value that has another name today."""
+    """Raise UserError for a value that has another name today."""
     for key, names in RENAMED.items():
         for before, today in names.items():
             if value_of(config, key) == before:

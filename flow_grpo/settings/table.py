@@ -188,6 +188,6 @@ def is_fixed(key: str) -> bool:
 
 
 def check_values(config: ConfigDict) -> None:
-    """Raises UserError for a value that its entry does not allow, with what it allows."""
+    """Raise UserError for a value that its entry does not allow, with what it allows."""
     for setting in SETTINGS:
         setting.check(value_of(config, setting.key), setting.key)

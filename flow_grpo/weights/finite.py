@@ -28,7 +28,7 @@ def problem_of_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_tensors(tensors: Mapping[str, Tensor], what: str) -> None:
-    """Raises FloatingPointError, on every rank, unless all tensors are finite; all ranks must call."""
+    """Raise FloatingPointError, on every rank, unless all tensors are finite; all ranks must call."""
     for problem in distributed.gather_objects([problem_of_tensors(tensors)]):
         if problem:
             raise FloatingPointError(f"{what}: {problem}")

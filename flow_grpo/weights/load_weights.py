@@ -9,7 +9,7 @@ from flow_grpo.weights.safetensors_reader import StoredWeights
 
 
 def check_model(model: str, lora: Lora, family: type[FlowModel]) -> None:
-    """Raises UserError, before any weight is loaded, for a model whose parts are missing, and for an adapter that
+    """Raise UserError, before any weight is loaded, for a model whose parts are missing, and for an adapter that
     cannot be used. `model_files.check_weights` checks a model's files of weights."""
     model_files.check_parts(model, family)
     if lora.targets or lora.path or lora.base:

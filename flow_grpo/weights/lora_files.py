@@ -167,7 +167,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def check_fits(path: Path | str, shapes: Shapes, transformer: nn.Module, model: str) -> None:
-    """Raises UserError unless every layer that a LoRA adapts is in a transformer, and as wide there."""
+    """Raise UserError unless every layer that a LoRA adapts is in a transformer, and as wide there."""
     modules = dict(transformer.named_modules())
     for name, shape in shapes.items():
         layer_name, part = name.removesuffix(".weight").rsplit(".lora_", 1)
@@ -180,7 +180,7 @@ def check_fits(path: Path | str, shapes: Shapes, transformer: nn.Module, model: 
 
 
 def check_trained(path: Path | str, adapter: Adapter, targets: tuple[str, ...]) -> None:
-    """Raises UserError if a LoRA adapts layers that a run does not: their names end in none of `targets`."""
+    """Raise UserError if a LoRA adapts layers that a run does not: their names end in none of `targets`."""
     ends = tuple(f".{target}" for target in targets)
     untrained = [layer for layer in adapter.layers if not f".{layer}".endswith(ends)]
     if untrained:

@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 def check_parts(model: str, family: type[FlowModel]) -> None:
-    """Raises UserError for a model that lacks a part, or whose tokenizers, scheduler or transformer's settings cannot
+    """Raise UserError for a model that lacks a part, or whose tokenizers, scheduler or transformer's settings cannot
     be read. Opens no file of weights."""
     folder = _folder_of(model)
     if folder is None or not family.ON_DISK:
@@ -71,7 +71,7 @@ def check_parts(model: str, family: type[FlowModel]) -> None:
 def check_weights(
     model: str, family: type[FlowModel], *, transformer: Path | None = None, frozen_parts: bool = True
 ) -> None:
-    """Raises UserError for weights that are missing, cut off or another model's: names and shapes of each part are
+    """Raise UserError for weights that are missing, cut off or another model's: names and shapes of each part are
     compared with its config.
 
     Args:
@@ -131,7 +131,7 @@ def _is_without_weights(name: str) -> bool:
 
 
 def _check_part(folder: Path) -> None:
-    """Raises UserError for a part that is missing, or whose settings or tokenizer cannot be read."""
+    """Raise UserError for a part that is missing, or whose settings or tokenizer cannot be read."""
     try:
         if not folder.is_dir():
             raise UserError(f"{in_one_line(folder)} is no folder, but model_index.json names this part of the model")
@@ -182,7 +182,7 @@ def _depth_problem(config: dict[str, Any]) -> str:
 
 
 def _check_frozen(folder: Path, part: Part) -> None:
-    """Raises UserError for weights of a text encoder or a VAE that are missing, not whole, quantised already, or not
+    """Raise UserError for weights of a text encoder or a VAE that are missing, not whole, quantised already, or not
     those of its class."""
     config_file = folder / "config.json"
     config = folders.read_json(config_file)

@@ -48,7 +48,7 @@ def targets(lora: Lora, family: type[FlowModel]) -> tuple[str, ...]:
 
 
 def check_targets(lora: Lora, transformer: nn.Module, family: type[FlowModel]) -> None:
-    """Raises UserError for an entry of lora.targets that ends no layer's name, or the name of another kind of layer."""
+    """Raise UserError for an entry of lora.targets that ends no layer's name, or the name of another kind of layer."""
     layers = dict(transformer.named_modules())
     for target in lora.targets:
         # With a dot in front, a target matches whole parts of a name alone.

@@ -17,7 +17,7 @@ KINDS: dict[str, type[EightBitLinear] | type[NF4Linear]] = {"fp8_weights": Eight
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Raises UserError where the config asks for 8-bit floats and the GPU has none: their products, and the compiler's
+    """Raise UserError where the config asks for 8-bit floats and the GPU has none: their products, and the compiler's
     use of them, came with compute capability 8.9 (Ada, Hopper)."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
         return
