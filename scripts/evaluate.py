@@ -36,6 +36,7 @@ from flow_grpo.settings.table import BY_KEY, default_config, editable, flat, typ
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = command_line.parser(__doc__)
     add = parser.add_argument
     add(
@@ -621,6 +622,7 @@ def write_table(folder: Path, table: Table, comparison: Comparison) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
+    """Evaluate each policy with each set of flags, and print and write the table."""
     check_flags(args)
     compared, common = configured(args)
     check_set(args)

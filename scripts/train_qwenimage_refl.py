@@ -152,6 +152,7 @@ def add_gradients(run: Run, drawn: DrawnImages, gradient: Tensor) -> None:
     num_velocities = reward_gradients.images_per_update(run) * len(drawn.path)
 
     def recompute(place: int, state: Tensor) -> tuple[Tensor, Tensor | float]:
+        # The velocity at a place of the path, with gradients, and the loss of its distance to the reference's.
         timesteps = timesteps_of(run, drawn.path[place].step, len(state))
         reference = reference_velocity(run, state, timesteps, drawn.condition)
         velocity = run.velocity(state, timesteps, drawn.condition)

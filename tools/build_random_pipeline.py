@@ -206,6 +206,7 @@ def qwenimage_encoders(sizes: dict, make: Callable, **tokens) -> dict[str, torch
 
 
 def sd3(sizes: dict, make: Callable) -> StableDiffusion3Pipeline:
+    """Return Stable Diffusion 3.5."""
     size = dict(qk_norm="rms_norm") | sizes["sd3"]
     return StableDiffusion3Pipeline(
         transformer=make(lambda: SD3Transformer2DModel(**size), torch.bfloat16),
@@ -221,6 +222,7 @@ def sd3(sizes: dict, make: Callable) -> StableDiffusion3Pipeline:
 
 
 def flux(sizes: dict, make: Callable) -> FluxPipeline:
+    """Return FLUX.1."""
     size = dict(guidance_embeds=True) | sizes["flux"]
     return FluxPipeline(
         transformer=make(lambda: FluxTransformer2DModel(**size), torch.bfloat16),
@@ -342,6 +344,7 @@ def chat_tokenizer() -> Qwen2Tokenizer:
 
 
 def vae(sizes: dict, **normalisation) -> AutoencoderKL:
+    """Return a VAE of images; `normalisation` is the scale and the shift of its latents."""
     blocks = len(sizes["vae"]["block_out_channels"])
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * blocks,

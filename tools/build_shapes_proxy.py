@@ -212,6 +212,7 @@ def saved_precision(network: Network) -> dict[str, Tensor]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="file of the weights")
     parser.add_argument("--seed", type=int, default=0)

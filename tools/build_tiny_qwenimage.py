@@ -483,6 +483,7 @@ def evaluations(steps: Iterator, args) -> Iterator[tuple[dict[str, float], torch
 
 
 def parser(description: str = __doc__) -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the pipelines")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

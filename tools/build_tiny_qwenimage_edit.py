@@ -178,6 +178,7 @@ def train(model: QwenImageEdit, prompts: list[Prompt], args, generator: torch.Ge
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the pipelines")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -304,6 +304,7 @@ def check(config, num_prompts: int = 2) -> dict[str, dict]:
 
 
 def main(config, random_weights: bool) -> int:
+    """Print the table of a config's gaps; return 1 if one is above a tenth of train.clip_range, else 0."""
     if random_weights:
         family = random_model(model_of(config.name))
         with tempfile.TemporaryDirectory() as folder, registered(family, "Random"):

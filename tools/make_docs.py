@@ -101,6 +101,7 @@ def family_of(config) -> type:
 
 
 def gpu_counts(config) -> str:
+    """Return the numbers of GPUs that a config's epoch divides over, in words."""
     plan = batch_plan.plan_pairs if config.algorithm == settings.DPO else batch_plan.plan_batches
     counts = []
     for count in range(1, MAX_GPUS + 1):
@@ -140,6 +141,7 @@ def reward_files() -> str:
 
 
 def model_files() -> str:
+    """Return a table of all models, with the configs' names of their weights."""
     configs = [run() for _, run in every_run()]
     rows = []
     for name in registry.names():
@@ -216,6 +218,7 @@ def settings_tables() -> str:
 
 
 def setting_row(setting: Setting) -> list[str]:
+    """Return the row of a setting: key, default, meaning, scripts that read it, whether a resumed run may change it."""
     scripts = [f"`{settings.SCRIPTS[name]}`" for name in setting.used_by]
     resume = "yes" if setting.resumable else ""
     return [

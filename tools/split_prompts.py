@@ -20,6 +20,7 @@ from flow_grpo.command_line import command_line
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = command_line.parser(__doc__)
     parser.add_argument("sources", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)

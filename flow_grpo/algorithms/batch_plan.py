@@ -55,8 +55,8 @@ def num_trained_steps(sample: Sample, train: Train) -> int:
 
 
 def loss_of_whole_groups(train: Train) -> str:
-    """Return setting and name of the chosen loss if minibatches hold whole groups for it, whose images it compares;
-    else "". Raises UserError for a loss that there is not: variants ask before a config is checked."""
+    """Return the chosen loss in words, such as "objective 'fdfo'", if it compares images, so that minibatches must hold
+    whole groups; else "". Raises UserError for a loss that does not exist: variants ask before a config is checked."""
     # One of the two is its default, since no script reads both.
     for key, records in (("objective", OBJECTIVES), ("forward_objective", FORWARD_OBJECTIVES)):
         loss = getattr(train, key)

@@ -69,7 +69,7 @@ received = Received()
 
 @contextmanager
 def of_a_command() -> Iterator[None]:
-    """Inside, `listen` may take the process's signals; behind it they are what they were before."""
+    """Let `listen` take the process's signals inside this block; after it their handlers are those of before."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in SIGNALS}

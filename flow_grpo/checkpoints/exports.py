@@ -35,6 +35,7 @@ def save_lora(pipeline: Any, folder: Path | str, dtype: str = "float32") -> None
 
 
 def _save_lora(pipeline: Any, folder: Path | str, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Write the adapter's file, on the main rank. `weights` are the trained ones, whole, by the transformer's names."""
     layers = get_peft_model_state_dict(pipeline.transformer, state_dict=weights, adapter_name="default")
     settings = pipeline.transformer.peft_config["default"].to_dict()
     scale = settings["lora_alpha"] / settings["r"]
@@ -76,6 +77,7 @@ def save_transformer(transformer: nn.Module, folder: Path | str) -> None:
 
 
 def _save_transformer(transformer: nn.Module, folder: Path, weights: dict[str, Tensor]) -> None:
+    """Write the transformer's folder, on the main rank. `weights` are all of its weights, whole."""
     assert isinstance(transformer, ConfigMixin), "only diffusers' own transformers have a config"
     config = json.loads(transformer.to_json_string())
     # fully_shard gives the transformer a subclass whose name begins with FSDP; diffusers knows the class itself.

@@ -156,6 +156,7 @@ def _check_needs(config: Config | ConfigDict, setting: Setting, needs: tuple[tup
 
 
 def _check_meaning(config: Config) -> None:
+    """Raise UserError for a value that its entry allows and that makes no sense, alone or beside others."""
     name = config.run_name
     path = PurePath(name)
     if path.is_absolute() or ".." in path.parts or (name and not path.parts):
@@ -188,6 +189,7 @@ def _check_meaning(config: Config) -> None:
 
 
 def _check_frames(config: Config) -> None:
+    """Raise UserError for settings of videos that an image, or the format of its files, does not take."""
     check_saved_images(config.eval, config.frames)
     if config.frames == 1 and config.reward.frames != table.BY_KEY["reward.frames"].default:
         raise UserError(
@@ -220,6 +222,7 @@ def check_rollout_weights(config: Config) -> None:
 
 
 def _check_speed(config: Config) -> None:
+    """Raise UserError for settings of speed and memory that do not go together."""
     sample = config.sample
     recomputed = config.fsdp.activation_checkpointing
     check_rollout_weights(config)

@@ -31,6 +31,7 @@ def answer(words: Sequence[str], file: str, default: str) -> str:
 
 
 def _help(default: str) -> str:
+    """Return the usage of the command line, below the docstring of the script that runs."""
     usage = {
         "--config FILE:NAME,VARIANT": f"the run, and changes to it; without it {default}",
         "--config.KEY=VALUE": "any setting",

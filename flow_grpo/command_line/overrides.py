@@ -111,10 +111,10 @@ def _add_custom(config: ConfigDict, words: Sequence[str]) -> None:
 
 
 def _literal(text: str, *types: type) -> bool | int | float | str | tuple:
-    """A value of the type that a value on the command line has: 0.5 is a number, /models/clip is none.
+    """Parse a value of the command line: True, 8 and 0.5 as Python reads them, and all else as text.
 
     Args:
-        types: which else of Python's literals are taken as such.
+        types: further types that are parsed, such as tuple.
     """
     try:
         value = ast.literal_eval(text)

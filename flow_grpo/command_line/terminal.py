@@ -46,6 +46,7 @@ def _open_closed_descriptors() -> None:
 
 
 def _protected(stream: TextIO | None) -> TextIO:
+    """Return a stream to the same descriptor whose writes do not fail; other streams are returned as they are."""
     if stream is None:  # as Python has it where the descriptor was closed
         return Path(os.devnull).open("w", encoding="utf-8")
     if type(stream) is not io.TextIOWrapper or not _writes_to_a_descriptor(stream):

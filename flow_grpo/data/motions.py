@@ -44,6 +44,7 @@ def _problem_of_objects(objects: list[Any]) -> str:
 
 
 def _problem_of_object(entry: Any) -> str:
+    """Return what is wrong with an entry of `objects`, "" for nothing."""
     if not isinstance(entry, dict):
         return f"the object {quoted(entry)} is no object of JSON"
     problem = problem_of_look(entry)
@@ -51,6 +52,7 @@ def _problem_of_object(entry: Any) -> str:
 
 
 def _problem_of_moves(kind: str, moves: Any, speed: Any) -> str:
+    """Return what is wrong with the moves and the speed of an object of class `kind`, "" for nothing."""
     if not isinstance(moves, list) or len(moves) > MOST_MOVES:
         return f"`moves` of {kind} is {quoted(moves)}, not a list of at most {MOST_MOVES} directions"
     for move in moves:

@@ -175,6 +175,7 @@ def write_pairs(path: Path, columns: dict[str, list | Tensor], shapes: dict[str,
 
 
 def _to_arrow(values: list | Tensor, kind: pa.DataType, dtype: str) -> pa.Array:
+    """Return a column's P values as Arrow has them: bfloat16 as the bits of uint16, flags as uint8."""
     if not isinstance(values[0], Tensor):
         return pa.array(values, kind)
     stacked = torch.stack(list(values)).cpu()

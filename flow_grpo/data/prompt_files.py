@@ -235,6 +235,7 @@ def _read_json(path: Path, column: str) -> list[Row]:
 
 
 def _rows_of_entries(entries: list[_Entry], column: str) -> list[Row]:
+    """Make a row of each text or object. `column` names the column of prompts; "" = as the first object has it."""
     rows = []
     name = ""
     for place, value, shown in entries:

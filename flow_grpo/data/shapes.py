@@ -71,6 +71,7 @@ def _problem_of_clauses(metadata: dict[str, Any]) -> str:
 
 
 def _problem_of_clause(clause: Any) -> str:
+    """Return what is wrong with an entry of `include` or `exclude`, "" for nothing."""
     if not isinstance(clause, dict):
         return f"the clause {quoted(clause)} is no object"
     count = clause.get("count")

@@ -123,7 +123,7 @@ TENSORS = tuple(field.name for field in fields(Condition) if field.name != "nega
 
 
 def _join(conditions: Sequence[Condition], join: Callable[[list[Tensor]], Tensor]) -> Condition:
-    """Make one condition of some: each field by `join`, and the negative likewise where all have one."""
+    """Make one condition of several: each field by `join`, and so the negative, if all of them have one."""
     joined = {}
     for name in conditions[0].tensors():
         joined[name] = join([getattr(condition, name) for condition in conditions])

@@ -186,10 +186,10 @@ def euler_step(requests: list[Request], velocities: Tensor) -> None:
 
 
 def solver_step(requests: list[Request], velocities: Tensor) -> None:
-    """Take a step of a solver, for requests at the same of its steps."""
+    """Take a step of a solver, for requests that share the solver and stand at one step of it."""
     solver = requests[0].solver
     assert solver is not None
-    # None of them has a memory before its solver's first step.
+    # Before a solver's first step no request has a memory.
     memories = [request.solver_memory for request in requests if request.solver_memory is not None]
     memory = torch.cat(memories) if memories else None
     step = solver.step(velocities, requests[0].step, inputs_of(requests).x, memory)

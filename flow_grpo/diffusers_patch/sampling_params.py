@@ -27,7 +27,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, sample: Sample) -> "SamplingParams":
-        """Take those of a run's rollout from config.sample."""
+        """Return the parameters of a run's rollout, from config.sample."""
         return cls(
             num_steps=sample.num_steps,
             guidance_scale=sample.guidance_scale,

@@ -94,7 +94,7 @@ def velocity_slope(step: SDEStep, sigma: Tensor) -> Tensor:
 
 
 def _ode_step(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> SDEStep:
-    """One of Euler, x + v dt."""
+    """Take a step of Euler's method, x + v dt, which has no noise and no log-prob."""
     dt = sigma_next - sigma
     mean = x + v * dt
     no_std = torch.zeros_like(sigma)

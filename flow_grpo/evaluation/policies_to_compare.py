@@ -68,6 +68,7 @@ def find_candidate(name: str, config: Config, weights: str) -> Candidate:
 
 
 def _candidate(name: str, config: Config, weights: str) -> Candidate:
+    """Find out what a folder or hub id is. Arguments and errors as of `find_candidate`."""
     folder = Path(locations.resolve(name))
     if is_run(folder):
         return _candidate_of_run(name, folder, weights)
@@ -87,6 +88,7 @@ def _candidate(name: str, config: Config, weights: str) -> Candidate:
 
 
 def _candidate_of_run(name: str, run_folder: Path, weights: str) -> Candidate:
+    """Return the "best" or the "last" weights of a run. Raise UserError for a run without them."""
     config = run_config(run_folder)
     folder = run_folder
     label = weights

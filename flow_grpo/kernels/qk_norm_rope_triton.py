@@ -42,7 +42,13 @@ def split_gradient(
 
 
 def _launch(kernel: Any, joint: Tensor, first: int, tensors: tuple[Tensor, ...], eps: float) -> None:
-    """Run a program for each token of the part that `tensors` begin with."""
+    """Run a kernel for one part of the sequence: a program for each of its tokens.
+
+    Args:
+        joint: [B, tokens of all parts, heads, width], for its number of tokens.
+        first: token of `joint` at which the part begins.
+        tensors: the kernel's, of which the first one is the part, [B, tokens, heads, width].
+    """
     num_rows, num_tokens, heads, width = tensors[0].shape
     kernel[(num_rows * num_tokens,)](
         *tensors,
@@ -70,6 +76,7 @@ def _join(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    """Norm and rotate the heads of one token of `x`, into `joint`."""
     token, at, joint_at, valid = _places(tokens, joint_tokens, first, HEADS, PADDED, WIDTH)
     values = tl.load(x + at, valid, 0.0).to(tl.float32)
     normed = values * _scale(values, eps, WIDTH) * _row(weight, WIDTH)
@@ -92,6 +99,7 @@ def _split_gradient(
     PADDED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    """Compute the gradient of one token of `x` from that of the joint tensor, into `out`."""
     token, at, joint_at, valid = _places(tokens, joint_tokens, first, HEADS, PADDED, WIDTH)
     grad_turned = tl.load(grad + joint_at, valid, 0.0).to(tl.float32)
     grad_weighted = _turned(grad_turned, angles + token * WIDTH, -1.0, PADDED, WIDTH)
@@ -105,10 +113,8 @@ def _split_gradient(
 
 @triton.jit
 def _places(tokens, joint_tokens, first, HEADS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr):
-    """Return this program's token; offsets of its [PADDED, WIDTH] numbers, alone and joint; which of them there are.
-
-    A program has a power of two of heads: PADDED, of which the first HEADS are there.
-    """
+    """Return this program's token, the offsets of its numbers [PADDED, WIDTH] in the part's tensor and in the joint
+    one, and a mask of those that exist: Triton takes powers of two, so PADDED heads, the first HEADS of which exist."""
     place = tl.program_id(0).to(tl.int64)
     token = place % tokens
     inside = tl.arange(0, PADDED)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -131,8 +137,8 @@ def _scale(values, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def _turned(values, angles, sense, PADDED: tl.constexpr, WIDTH: tl.constexpr):
-    """Multiply neighbours of [PADDED, WIDTH], as complex numbers, by the token's, or by its conjugates where `sense` is
-    -1."""
+    """Rotate `values` [PADDED, WIDTH], whose neighbours are a complex number, by the token's angles, or back by them
+    where `sense` is -1."""
     pair = 2 * tl.arange(0, WIDTH // 2)
     cos = tl.load(angles + pair)[None, :]
     sin = sense * tl.load(angles + pair + 1)[None, :]

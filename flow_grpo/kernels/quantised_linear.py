@@ -49,7 +49,7 @@ class QuantisedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> "QuantisedLinear":
-        """Make the layer of a linear one; its weight is stored if it is there."""
+        """Make the quantised layer of a linear one; its weight is stored unless it is on the meta device."""
         weight = linear.weight
         out_features, in_features = weight.shape
         layer = cls(out_features, in_features, linear.bias, weight.dtype, weight.device)

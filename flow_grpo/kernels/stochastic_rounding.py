@@ -41,7 +41,8 @@ def rounded_by(noise: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def compile_for_gpus() -> None:
-    """Take one kernel for it on GPUs from now on: a dozen operations read and write all weights a dozen times."""
+    """Have `rounded` compiled to one kernel on GPUs from now on: a dozen operations would read and write all weights a
+    dozen times."""
     global _on_gpus
     _on_gpus = torch.compile(rounded_by, dynamic=True)
 

@@ -49,6 +49,7 @@ def write_cards(run_folder: Path, place: str = "THIS FOLDER OR REPOSITORY") -> l
 
 
 def _template() -> jinja2.Template:
+    """Return the template of a card, in which every value is escaped by `markdown` or `code_span`."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -129,8 +130,11 @@ def _family(config: Config) -> type[FlowModel] | None:
 
 
 def call_of(family: type[FlowModel], config: Config, edits: bool) -> str:
-    """Return Python that draws an image, or the frames of a video, as the run's evaluations do, with the pipeline and,
-    where it `edits`, `source`."""
+    """Return a line of Python that draws an image, or the frames of a video, as the run's evaluations do.
+
+    Args:
+        edits: whether prompts have an image to be edited. The line calls it `source`, and the pipeline `pipeline`.
+    """
     settings = family.call_arguments(training_size(config), config.eval.num_steps, config.eval.guidance_scale)
     arguments = ['"YOUR PROMPT"']
     if edits:

@@ -90,6 +90,8 @@ def _record(line: bytes) -> dict | None:
 
 
 def _value(name: str, stored: Any) -> str | int | float:
+    """Return a value of a record: a text for a name of TEXTS, else a number. Raise ValueError, TypeError or
+    OverflowError for anything else."""
     # A lone surrogate, which no file can hold, raises ValueError; a whole number that is too large, OverflowError.
     name.encode()
     if name in TEXTS:

@@ -126,6 +126,7 @@ def group_label(runs: Sequence[RunHistory]) -> str:
 
 
 def _summary_row(run: RunHistory) -> list[str]:
+    """Return a run's name, progress, time, scores and number of epochs with an alarm, in words."""
     epochs = run.lines("epoch")
     alarmed = [record for record in epochs if record.get("health/limits_exceeded", 0) > 0]
     of_run = scores(run)

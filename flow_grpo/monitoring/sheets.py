@@ -283,6 +283,7 @@ def draw_tiles(tiles: Sequence[Tile], columns: int) -> tuple[Image.Image, list[l
 
 
 def _draw_tile(page: Image.Image, tile: Tile, left: int, top: int) -> None:
+    """Draw a picture and the text under it. `left` and `top` are its corner on the page, in pixels."""
     if tile.picture:
         page.paste(tile.picture, (left, top))
         top += tile.picture.height + PICTURE_MARGIN

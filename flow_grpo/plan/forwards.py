@@ -32,7 +32,7 @@ class Forwards(NamedTuple):
 def of_epoch(config: Config, plan: BatchPlan, family: type[FlowModel]) -> Forwards:
     """Return the rows of an epoch's forwards; on average over the places of a window that moves."""
     num_starts = plan.num_groups * plan.group_size
-    per_start = _of_start(config, plan)
+    per_start = _steps_of_start(config, plan)
     update_scale = config.train.guidance_scale or config.sample.guidance_scale
     # A reference that moves is guided as the policy, from its first move on.
     reference_scale = update_scale
@@ -72,7 +72,7 @@ def of_data(config: Config, plan: BatchPlan) -> float:
     num_starts = plan.num_groups * plan.group_size
     if config.algorithm == table.REFL:
         return num_starts
-    return num_starts * _of_start(config, plan).trained * config.train.inner_epochs
+    return num_starts * _steps_of_start(config, plan).trained * config.train.inner_epochs
 
 
 def of_evaluation(config: Config, num_prompts: int, family: type[FlowModel], shortcuts: Shortcuts) -> float:
@@ -83,15 +83,15 @@ def of_evaluation(config: Config, num_prompts: int, family: type[FlowModel], sho
 
 
 class _Start(NamedTuple):
-    """Steps of one image or trunk, and of the branches that leave it."""
+    """Steps of one image or trunk, and of the branches that leave it: one forward each, without guidance."""
 
-    exact: float
-    fast: float
-    trained: float
+    exact: float  # as in Forwards
+    fast: float  # as in Forwards
+    trained: float  # rows of one inner epoch's update
 
 
 def _rows(family: type[FlowModel], guidance_scale: float) -> int:
-    """Rows that a velocity takes."""
+    """Return the rows of a forward that one velocity takes: 2 with guidance, 1 without."""
     return 2 if family.is_guided(guidance_scale) else 1
 
 
@@ -105,7 +105,8 @@ def _num_other_policies(config: Config) -> int:
     return 0
 
 
-def _of_start(config: Config, plan: BatchPlan) -> _Start:
+def _steps_of_start(config: Config, plan: BatchPlan) -> _Start:
+    """Count the steps of an epoch's average image or trunk, as the config's algorithm takes them."""
     sample = config.sample
     if config.algorithm == table.DPO:
         # The best and the worst image of a group, or both of a stored pair, are noised once.
@@ -114,18 +115,19 @@ def _of_start(config: Config, plan: BatchPlan) -> _Start:
         trained = 2 / plan.group_size if has_rollout else 2
         return _Start(exact=0, fast=fast, trained=trained)
     if config.algorithm == table.REFL:
-        return _of_gradients(sample, config.train, plan)
+        return _steps_of_walk(sample, config.train, plan)
     if config.algorithm == table.NFT:
         fast = _without_noise(sample.num_steps, sample.flash_ratio)
         fast += sample.scouts_per_image * _without_noise(sample.num_steps, sample.scout_ratio)
         return _Start(exact=0, fast=fast, trained=plan.num_trained_steps)
     if plan.num_branches > 1:
-        return _of_trunk(sample, plan)
-    return _of_windows(sample, plan)
+        return _steps_of_trunk(sample, plan)
+    return _steps_of_windowed_image(sample, plan)
 
 
-def _of_gradients(sample: Sample, train: Train, plan: BatchPlan) -> _Start:
-    """A walk, and a forward for each time that its image is noised anew; ReFL's ends at one of the last steps."""
+def _steps_of_walk(sample: Sample, train: Train, plan: BatchPlan) -> _Start:
+    """Count the steps of an image with reward gradients: those of a walk, and one for each time that the image is
+    noised anew. ReFL's walk ends at one of the last steps."""
     walk = float(sample.num_steps)
     if train.gradient_path == "refl":
         walk -= (train.gradient_steps - 1) / 2
@@ -134,15 +136,16 @@ def _of_gradients(sample: Sample, train: Train, plan: BatchPlan) -> _Start:
     return _Start(exact=trained, fast=walk + train.gradient_noisings - trained, trained=trained)
 
 
-def _of_trunk(sample: Sample, plan: BatchPlan) -> _Start:
-    """A trunk ends with its last noisy step; its branches go on from there without noise."""
+def _steps_of_trunk(sample: Sample, plan: BatchPlan) -> _Start:
+    """Count the steps of a trunk, which ends with its last noisy step, and of its branches, which have no noise."""
     fast = 0
     for step in range(plan.num_trained_steps):
         fast += plan.num_branches * _without_noise(sample.num_steps - step - 1, sample.flash_ratio)
     return _Start(exact=plan.num_trained_steps, fast=fast, trained=plan.num_trained_steps)
 
 
-def _of_windows(sample: Sample, plan: BatchPlan) -> _Start:
+def _steps_of_windowed_image(sample: Sample, plan: BatchPlan) -> _Start:
+    """Count the steps of an image with noise in a window, and of its scouts, on average over the window's places."""
     windows = _windows(sample)
     exact = 0.0
     fast = 0.0
@@ -170,7 +173,7 @@ def _windows(sample: Sample) -> list[range]:
 
 
 def _without_noise(num_steps: int, ratio: float) -> int:
-    """Forwards of steps that are left after the noise, of which a ratio above 0 computes a share."""
+    """Return the forwards of `num_steps` steps without noise, of which a `ratio` above 0 computes that share."""
     if not ratio or not num_steps:
         return num_steps
     return max(1, int(num_steps * ratio + 1e-9))

@@ -77,9 +77,9 @@ def _configs() -> list[tuple[Row, Config]]:
 
 
 def of_config(config: Config) -> Row | None:
-    """Find the measured run whose figures hold for a config: none of its settings that cost anything is another.
+    """Find the measured run whose figures hold for a config: all settings that cost time or memory are the same.
 
-    None if there is no such run, or no config/ as in a checkout.
+    None if there is no such run, or if config/ is not there, as in an installed package.
     """
     for row, known in _configs():
         if not _differences(config, known, row.gpus):

@@ -69,10 +69,10 @@ def grade(detections: list[Detection], metadata: dict[str, Any]) -> tuple[float,
 
 
 def labels(images: Tensor, metadata: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Return what a prompt leaves open of the first object that it names, each [B] int64.
+    """Label the first object that each prompt names by what the prompt leaves open, for the variety of its images.
 
-    Its colour, the ninth of the square around the picture in which its centre lies, and its width in twentieths of the
-    square. -1 = the object is not there, or the prompt names the colour.
+    Returns "color", an index into COLORS, "position", the ninth of the picture's square in which the centre lies, and
+    "size", the width in twentieths of the square; [B] int64 each. -1 = no such object, or the prompt names the colour.
     """
     color_names = list(COLORS)
     colors = torch.full((len(metadata),), -1)

@@ -231,7 +231,7 @@ def gpu(config: Config, figures: GpuFigures) -> list[str]:
 
 
 def _cards(figures: GpuFigures) -> str:
-    """Say which cards do, and whether those of this machine have the memory."""
+    """Name the smallest card with enough memory, and say whether this machine's cards have it."""
     words = f"for which the smallest card has {figures.card}" if figures.card else "more than an H200 has"
     here = _gib_here()
     if here is None or figures.gib is None:

@@ -131,6 +131,7 @@ class Pool:
     def _collect(
         self, requests: dict[str, list[_Request]], are_finite: Tensor, prompts: list[Prompt]
     ) -> dict[str, Tensor]:
+        """Wait for all rewards of images; return scores by name, [B] each, with their weighted sum as "avg"."""
         # First: a reward would see NaN as black, or fail with another reason.
         check_images(are_finite, prompts)
         scores: dict[str, Tensor] = {}

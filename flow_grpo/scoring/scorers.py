@@ -216,6 +216,8 @@ class LocalScorer(Scorer):
             raise RewardFailed(f"{waits}; config.reward.timeout_s + {client.RETRY_S:g} allows {limit_s:g} s")
 
     def _score(self, images: Tensor, prompts: list[Prompt], drawn: torch.cuda.Event | None) -> dict[str, Tensor]:
+        """Score images once they are drawn, in a thread of the reward's. Where reward.max_masked_share lets scores
+        fail, an image that fails alone has the score NaN."""
         # A stream of None is the present one.
         with torch.cuda.stream(self.stream):
             # Images are drawn on another stream, which must be done with them, and must not reuse their memory.

@@ -76,6 +76,7 @@ def split_settings(name: str, settings: Reward) -> tuple[RewardSettings, dict[st
 
 
 def _check_connection(name: str, reward: RewardSettings, options: dict[str, Any]) -> None:
+    """Raise UserError for a setting of a reward or of its server that cannot be meant. Asks no server."""
     for key in KEYS:
         BY_KEY[f"reward.{key}"].check(getattr(reward, key), f"reward.args.{name}.{key}")
     check_device(reward.device, f"config.reward.device of {name}")
@@ -106,6 +107,7 @@ def check_urls(key: str, urls: str | list[str]) -> None:
 
 
 def _check_server(key: str, reward: RewardSettings, options: dict[str, Any]) -> None:
+    """Raise UserError for a server of ours that does not answer, refuses the token, or gets options of the reward."""
     check_urls(f"{key}.url", reward.url)
     if options:
         raise UserError(

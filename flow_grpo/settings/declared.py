@@ -91,6 +91,7 @@ def check(config: ConfigDict, **functions: Callable) -> None:
 
 
 def _check_unread(key: str, value, role: str, function: Callable) -> None:
+    """Raise UserError for a setting that is not its default and that `function`, in the place of `role`, ignores."""
     default = table.BY_KEY[key].default
     if value != default:
         page = "own_advantage.md" if role == "advantages" else "own_loss.md"

@@ -169,9 +169,11 @@ class _OneForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, output: list[Tensor], _: Tensor) -> Tensor:
-        """Copy the output; a list hides its graph from autograd.
+        """Return a copy of a forward's output, and keep the output, with its graph, for `backward`.
 
-        `_` is a scalar that requires grad, without which autograd would not call `backward`.
+        Args:
+            output: in a list, where autograd does not see its graph.
+            _: a scalar that requires grad, without which autograd would not call `backward`.
         """
         ctx.output = output[0]
         # A view of the output could not be written to in place.

@@ -192,6 +192,7 @@ def fast_forwards(rollout_weights: str, transformer: nn.Module) -> Callable[[], 
 
 
 def _merged_layer(layer: Any, fp8: bool) -> nn.Module:
+    """Copy the linear layer below an adapted one, with the adapter's product added to its weight."""
     base = layer.get_base_layer()
     change = layer.get_delta_weight("default")
     if fp8:

@@ -160,6 +160,7 @@ def _stored_name(name: str) -> str:
 
 
 def _copy_file(targets: Targets, copy_rows: CopyRows, changes: Changes, file: Path) -> None:
+    """Copy the weights of one file that have a target, changed where there is a change of that name."""
     with safe_open(file, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 (safe_open is no dict)
             if name not in targets:
