@@ -27,7 +27,7 @@ from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.plan import measured
 from flow_grpo.settings import table as settings
 from flow_grpo.settings import unknown_names
-from flow_grpo.settings.setting import Setting
+from flow_grpo.settings.setting import ALL, Setting
 
 BLOCK = re.compile(r"(<!-- made: ([^>]+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
 CONFIGS = {"config/grpo.py": grpo, "config/nft.py": nft, "config/dpo.py": dpo, "config/refl.py": refl}
@@ -225,7 +225,7 @@ def setting_row(setting: Setting) -> list[str]:
         f"`{setting.key}`",
         f"`{setting.default!r}`",
         setting.description(),
-        "all" if len(scripts) == 4 else ", ".join(scripts),
+        "all" if setting.used_by == ALL else ", ".join(scripts),
         resume,
     ]
 

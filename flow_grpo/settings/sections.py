@@ -49,7 +49,7 @@ class Reward(Section):
     token_file: str = setting("", resumable=True)
     """File whose first line is the token that a server asks for; "" = the environment's REWARD_TOKEN."""
 
-    timeout_s: float = setting(120.0, unit="s", min=0.1, resumable=True)
+    timeout_s: float = setting(120.0, unit="seconds", min=0.1, resumable=True)
     """Time limit of one request. A call in a thread may take 300 s more."""
 
 
@@ -258,7 +258,7 @@ class Train(Section):
     clip_range: float = setting(1e-4, min=0, used_by=ONLINE, read_in="add_gradients")
     """Clip range of the ratio. Log-probs are means over elements, so ratios stay near 1."""
 
-    kl_limit: float = setting(1e-5, unit="nat per latent element", min=0, used_by=RATIO, read_in="add_gradients")
+    kl_limit: float = setting(1e-5, unit="nats per latent element", min=0, used_by=RATIO, read_in="add_gradients")
     """KL of a step from the rollout's beyond which a row stops pushing further."""
 
     parity_limit: float = setting(1.0, unit="clip ranges", min=0, used_by=(*RATIO, REFL), resumable=True)
@@ -565,10 +565,10 @@ class Config(Section):
     num_epochs: int = setting(100, min=1, resumable=True)
     """Number of epochs, each a rollout and an update."""
 
-    max_hours: float = setting(0.0, unit="h", min=0, resumable=True)
+    max_hours: float = setting(0.0, unit="hours", min=0, resumable=True)
     """Stop after the first epoch that ends more than this many hours after the run began; 0 = no limit."""
 
-    signal_grace_s: float = setting(25.0, unit="s", min=0, resumable=True)
+    signal_grace_s: float = setting(25.0, unit="seconds", min=0, resumable=True)
     """Time from a signal that asks the run to end within which the epoch must end; an epoch that would take longer is
     dropped. Saving follows. Below torchrun's 30 s, or what the scheduler is told to leave."""
 

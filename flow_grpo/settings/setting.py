@@ -10,8 +10,15 @@ from ml_collections import ConfigDict
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 
-# values of config.algorithm
-ALL = GRPO, PR, NFT, DPO, DISTILL, REFL = "grpo", "pr", "nft", "dpo", "distill", "refl"
+# Values of config.algorithm, one for each script.
+GRPO = "grpo"
+PR = "pr"
+NFT = "nft"
+DPO = "dpo"
+DISTILL = "distill"
+REFL = "refl"
+ALL = (GRPO, PR, NFT, DPO, DISTILL, REFL)
+
 LARGEST = 1e9  # that a number may be, where its entry says nothing else: float32 has room for its products
 
 
@@ -146,12 +153,24 @@ class Setting:
         """Meaning of the setting, what else it takes, and which values it allows."""
         conditions = self.when + self.typed_when
         needs = [f"`{key}` {' or '.join(map(repr, values)) or 'set'}" for key, *values in conditions]
-        facts = [self.meaning, f"Takes {' and '.join(needs)}." if needs else ""]
-        facts += [f"One of {', '.join(f'`{choice!r}`' for choice in self.choices)}." if self.choices else ""]
-        limits = f"at least {self.min:.7g}" if self.min > -LARGEST else ""
-        limits = f"from {self.min:.7g} to {self.max:.7g}" if self.max < LARGEST else limits
-        facts += [f"{self.unit}, {limits}.".strip(", ").capitalize() if self.unit or limits else ""]
-        return " ".join(filter(None, facts))
+        facts = [self.meaning]
+        if needs:
+            facts.append(f"Takes {' and '.join(needs)}.")
+        if self.choices:
+            choices = ", ".join(f"`{choice!r}`" for choice in self.choices)
+            facts.append(f"One of {choices}.")
+        limits = ""
+        if self.max < LARGEST:
+            limits = f"from {self.min:.7g} to {self.max:.7g}"
+        elif self.min > -LARGEST:
+            limits = f"at least {self.min:.7g}"
+        if self.unit and limits:
+            facts.append(f"In {self.unit}, {limits}.")
+        elif self.unit:
+            facts.append(f"In {self.unit}.")
+        elif limits:
+            facts.append(f"{limits.capitalize()}.")
+        return " ".join(facts)
 
     def is_like(self, value: Any) -> bool:
         """Return whether a value has the default's type, whatever its limits."""
