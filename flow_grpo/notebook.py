@@ -107,17 +107,17 @@ class LoadedRun:
         self, prompts: Sequence[str | Prompt], seed: int, params: SamplingParams, steps: range, num_branches: int = 1
     ) -> Tensor:
         """Draw [P, ..., 3, H, W] from a seed's noise."""
-        texts = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
+        records = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
         guided = self.model.is_guided(params.guidance_scale)
-        condition = self.model.encode(texts, width=self.config.text_tokens, guided=guided)
-        generators = [torch.Generator().manual_seed(seed) for _ in texts]
+        condition = self.model.encode(records, width=self.config.text_tokens, guided=guided)
+        generators = [torch.Generator().manual_seed(seed) for _ in records]
         job = SamplingJob(self.model, condition, generators, params, training_size(self.config))
         velocity = partial(policies.predict, self.model, self.config.precision)
         return sample(
             job,
             noisy_steps=steps,
             num_branches=num_branches,
-            completion_batch_size=max(len(texts), self.config.sample.completion_batch_size),
+            completion_batch_size=max(len(records), self.config.sample.completion_batch_size),
             velocity=velocity,
             vae_batch_size=self.config.vae_batch_size,
         ).images

@@ -336,8 +336,8 @@ def stored_rows(
     return rows
 
 
-def make_part(maker: Maker, rows: Rows, part: range, size: int, bar) -> Made:
-    """Make the pairs of a part of the source, in batches of `size` rows.
+def make_part(maker: Maker, rows: Rows, part: range, batch_size: int, bar) -> Made:
+    """Make the pairs of a part of the source, in batches of `batch_size` rows.
 
     Raises:
         RewardFailed: a reward failed for too many of the part's images. Nothing of the part is written.
@@ -345,8 +345,8 @@ def make_part(maker: Maker, rows: Rows, part: range, size: int, bar) -> Made:
     pairs = []
     reasons = []
     scores = []
-    for start in range(part.start, part.stop, size):
-        batch = rows[start : min(start + size, part.stop)]
+    for start in range(part.start, part.stop, batch_size):
+        batch = rows[start : min(start + batch_size, part.stop)]
         made = maker.make(batch, start)
         pairs += made.pairs
         reasons += made.reasons

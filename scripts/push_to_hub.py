@@ -111,9 +111,9 @@ def main(args: argparse.Namespace, hub: HfApi) -> None:
     uploads = []
     for file in files_to_upload(folder):
         uploaded = content(file, args.export_dtype)
-        size = len(uploaded) if isinstance(uploaded, bytes) else file.stat().st_size
+        num_bytes = len(uploaded) if isinstance(uploaded, bytes) else file.stat().st_size
         name = str(file.relative_to(folder))
-        print(f"{size:>14,}  {name}")
+        print(f"{num_bytes:>14,}  {name}")
         uploads.append(CommitOperationAdd(name, uploaded))
     if args.dry_run:
         print(f"nothing was uploaded; {folder / 'README.md'} is the card")

@@ -107,7 +107,7 @@ def test_a_plan_and_a_dry_run_say_what_is_saved(tmp_path, capsys):
         family = MODELS["qwenimage"]
         work = estimate.work_of(config, checks.GRPO.plan(config, 1), family)
         gib[on] = estimate.gib(config, work, estimate.rates())
-        saved = estimate.freed_gib(config, work.size)
+        saved = estimate.freed_gib(config, work.model_size)
     assert gib[False] - gib[True] == pytest.approx(saved)
     with pytest.raises(SystemExit):
         train("shapes_qwenimage", tmp_path, dry_run=1, precompute_modulation=True)

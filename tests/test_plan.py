@@ -153,7 +153,7 @@ def test_larger_images_and_full_weights_have_figures_of_their_own(klein):
     full_speed, full_gib = figures_of(full, work)
     assert full_speed < speed
     two = replace(full, dry_run=2)
-    assert figures_of(two, work)[1] - full_gib == pytest.approx(work.size.weights * 20 * (1 / 2 - 1 / 8) / 2**30)
+    assert figures_of(two, work)[1] - full_gib == pytest.approx(work.model_size.weights * 20 * (1 / 2 - 1 / 8) / 2**30)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def random_model(name: str, sizes: Mapping[str, dict] = MappingProxyType({})) ->
             return cls.without_weights(folder).transformer
 
         @staticmethod
-        def text_version(folder, memory=None):
+        def text_version(folder, digests_file=None):
             return {}
 
     return Random

@@ -133,10 +133,10 @@ def _check_images(sample: Sample, num_images: int, world_size: int, division: Di
 
 def _check_updates(config: Config, division: Division) -> None:
     """Raise UserError, with numbers that do, unless a batch's rows divide into the updates."""
-    size = config.sample.batch_size
-    if division.takes(size):
+    batch_size = config.sample.batch_size
+    if division.takes(batch_size):
         return
-    rows = size * division.fewest_steps
+    rows = batch_size * division.fewest_steps
     condition = ""
     if division.images_together > 1:
         loss = loss_of_whole_groups(config.train)
@@ -146,7 +146,7 @@ def _check_updates(config: Config, division: Division) -> None:
     divisors = _divisors(rows // division.images_together)
     update_counts = [count for count in divisors if _objective_takes_updates(config, count)]
     raise UserError(
-        f"a batch of {size} images x {division.fewest_steps} trained steps = {rows} rows{condition} (batch_size, "
+        f"a batch of {batch_size} images x {division.fewest_steps} trained steps = {rows} rows{condition} (batch_size, "
         f"num_steps, sde_window_size, timestep_fraction) do not divide into updates_per_epoch {division.updates}; "
         f"those that do: {update_counts or 'none, take a larger batch_size'}"
     )

@@ -76,8 +76,8 @@ def fdfo(step: SDEStep, rows: StepRows, advantages: Tensor, train: Train) -> Sur
     """Velocities nearer to better images than their group, farther from worse ones (FDFO, arXiv:2603.12893)."""
     assert rows.x_0 is not None, "its record asks for final images"
     difference = losses.group_differences(rows.x_0, rows.group_size)
-    size = difference.square().flatten(1).mean(1).view_as(step.dt)
-    direction = difference / (size + 1e-6)
+    mean_square = difference.square().flatten(1).mean(1).view_as(step.dt)
+    direction = difference / (mean_square + 1e-6)
     log_ratio = losses.fdfo_log_ratio(velocity_change(step, rows), direction)
     return Surrogate(losses.fdfo_loss(log_ratio, advantages, train.clip_range), log_ratio)
 

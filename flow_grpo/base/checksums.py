@@ -95,14 +95,14 @@ def _checksum(path: Path) -> list[int]:
     return [path.stat().st_size, crc]
 
 
-def file_digest(path: Path, memory: Path | None = None) -> str:
+def file_digest(path: Path, digests_file: Path | None = None) -> str:
     """Return the digest of one file, see `file_digests`."""
-    return file_digests({"": path}, memory)[""]
+    return file_digests({"": path}, digests_file)[""]
 
 
-def digests_in(folder: Path, patterns: Iterable[str], memory: Path | None) -> dict[str, str]:
+def digests_in(folder: Path, patterns: Iterable[str], digests_file: Path | None) -> dict[str, str]:
     """Return the digests of a folder's files that match a pattern, by their paths in it, see `file_digests`."""
-    return file_digests(files_in(folder, patterns), memory)
+    return file_digests(files_in(folder, patterns), digests_file)
 
 
 def files_in(folder: Path, patterns: Iterable[str]) -> dict[str, Path]:
@@ -115,32 +115,32 @@ def files_in(folder: Path, patterns: Iterable[str]) -> dict[str, Path]:
     return files
 
 
-def file_digests(files: dict[str, Path], memory: Path | None = None) -> dict[str, str]:
+def file_digests(files: dict[str, Path], digests_file: Path | None = None) -> dict[str, str]:
     """Return name -> BLAKE2b digest of a file's bytes, 32 hexadecimal digits. Files are read side by side.
 
     Args:
-        memory: JSON file that keeps digests for later processes, which may share it; it need not be readable or
+        digests_file: JSON file that keeps digests for later processes, which may share it; it need not be readable or
             writable.
 
     Raises:
         UserError: a file cannot be read.
     """
-    return _compute(_resolved(files), _memory_at(memory), threading.Event())
+    return _compute(_resolved(files), _memory_at(digests_file), threading.Event())
 
 
 class LaterDigests:
     """Digests as `file_digests` returns them, computed by threads while the process does other work.
 
     After its `with` block no thread is left: those that still read have stopped, and what they had finished is in the
-    memory.
+    `digests_file`.
     """
 
-    def __init__(self, files: dict[str, Path], memory: Path | None = None) -> None:
+    def __init__(self, files: dict[str, Path], digests_file: Path | None = None) -> None:
         self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(1, THREADS)
         # Held, so that `file_digests` shares what is computed here. Paths are made absolute now, since other work may
         # change the working directory.
-        self._memory = _memory_at(memory)
+        self._memory = _memory_at(digests_file)
         self._digests = self._pool.submit(_compute, _resolved(files), self._memory, self._stopped, READERS_BESIDE)
 
     def result(self) -> dict[str, str]:

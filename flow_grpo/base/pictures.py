@@ -78,8 +78,8 @@ def _opened(source: PictureSource) -> Image.Image:
 def _has_its_end(path: Path, kind: str | None) -> bool:
     """Return whether a file ends as whole files of its format do."""
     with path.open("rb") as file:
-        size = file.seek(0, io.SEEK_END)
-        file.seek(max(0, size - TAIL_BYTES))
+        num_bytes = file.seek(0, io.SEEK_END)
+        file.seek(max(0, num_bytes - TAIL_BYTES))
         tail = file.read()
     return kind in ENDS and ENDS[kind] in tail
 

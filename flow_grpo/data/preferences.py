@@ -75,8 +75,8 @@ def concat(batches: list[Pairs]) -> Pairs:
     return Pairs(**columns, condition=Condition.concat([pairs.condition for pairs in batches]))
 
 
-def minibatches(pairs: Pairs, updates: int, size: int, inner_epochs: int) -> Iterator[list[Pairs]]:
-    """Yield the minibatches of each update, of up to `size` pairs; all updates `inner_epochs` times.
+def minibatches(pairs: Pairs, updates: int, batch_size: int, inner_epochs: int) -> Iterator[list[Pairs]]:
+    """Yield the minibatches of each update, of up to `batch_size` pairs; all updates `inner_epochs` times.
 
     An update takes whole batches, in their order, so it trains the same pairs on any number of GPUs.
     """
@@ -86,8 +86,8 @@ def minibatches(pairs: Pairs, updates: int, size: int, inner_epochs: int) -> Ite
             first = update * num_update_rows
             end = first + num_update_rows
             of_update = []
-            for start in range(first, end, size):
-                rows = slice(start, min(start + size, end))
+            for start in range(first, end, batch_size):
+                rows = slice(start, min(start + batch_size, end))
                 of_update.append(pairs.take(rows, num_update_rows, inner_epoch))
             yield of_update
 

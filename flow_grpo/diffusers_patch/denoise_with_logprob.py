@@ -42,7 +42,7 @@ class Batching:
         """Fraction of the forwards' room that requests took."""
         return self.rows / max(self.capacity, 1)
 
-    def size(self, request: Request) -> int:
+    def forward_rows(self, request: Request) -> int:
         """Return the number of rows of a forward that takes the request's next step."""
         return self.log_prob_rows if request.needs_log_prob else self.ode_rows
 
@@ -111,11 +111,11 @@ def next_batch(in_flight: list[Request], batching: Batching) -> list[Request]:
     best: list[Request] = []
     best_fill = 0.0
     for requests in by_key.values():
-        fill = min(len(requests) / batching.size(requests[0]), 1.0)
+        fill = min(len(requests) / batching.forward_rows(requests[0]), 1.0)
         if fill > best_fill:
             best = requests
             best_fill = fill
-    return best[: batching.size(best[0])]
+    return best[: batching.forward_rows(best[0])]
 
 
 def compute_velocities(velocity: Velocity, batch: list[Request], batching: Batching, context: ForwardContext) -> Tensor:
@@ -124,12 +124,12 @@ def compute_velocities(velocity: Velocity, batch: list[Request], batching: Batch
     num_rows = len(batch)
     x, t = inputs_of(batch)
     condition = Condition.concat([request.current_condition for request in batch])
-    size = batching.size(first) if batching.filled else num_rows
+    forward_rows = batching.forward_rows(first) if batching.filled else num_rows
     batching.num_forwards += 1
     batching.rows += num_rows
-    batching.capacity += size
-    if size > num_rows:
-        rows = torch.arange(size, device=x.device).clamp(max=num_rows - 1)
+    batching.capacity += forward_rows
+    if forward_rows > num_rows:
+        rows = torch.arange(forward_rows, device=x.device).clamp(max=num_rows - 1)
         x = x[rows]
         t = t[rows]
         condition = condition.take(rows)

@@ -153,7 +153,7 @@ class FlowModel(ABC):
         return Path(folder, "transformer")
 
     @classmethod
-    def text_version(cls, folder: str, memory: Path | None = None) -> dict[str, str]:
+    def text_version(cls, folder: str, digests_file: Path | None = None) -> dict[str, str]:
         """Return all that tells these text encoders from others: their files' digests (see checksums), the pipeline's
         class, which has the template of a prompt, and its own settings, such as the pixels of a source that they see;
         or a hub id's commit."""
@@ -161,7 +161,7 @@ class FlowModel(ABC):
         if not Path(folder).is_dir():
             snapshot = snapshot_download(folder, allow_patterns=["model_index.json"])
             return {folder: Path(snapshot).name}
-        version = checksums.digests_in(Path(folder), [f"{part}/**/*" for part in cls.ENCODERS], memory)
+        version = checksums.digests_in(Path(folder), [f"{part}/**/*" for part in cls.ENCODERS], digests_file)
         for name, value in folders.read_json(Path(folder, "model_index.json")).items():
             is_setting = not name.startswith("_") and not loading.is_part(value)
             if is_setting or name == "_class_name":

@@ -61,7 +61,7 @@ class Work(NamedTuple):
     """Amount of what an epoch computes."""
 
     cost: RowCost
-    size: ModelSize
+    model_size: ModelSize
     forwards: Forwards
     num_images: int
     guided: bool  # whether a row of the update takes two forwards with gradients
@@ -75,15 +75,15 @@ def work_of(config: Config, plan: BatchPlan, family: type[FlowModel], prompt: Pr
     """
     model = family.without_weights(config.model)
     transformer = family.empty_transformer(config.model)
-    pixels = training_size(config)
-    shapes = model.row_shapes(pixels, config.text_tokens, prompt)
-    cost, width = row_cost.count(model, transformer, pixels, shapes)
+    size = training_size(config)
+    shapes = model.row_shapes(size, config.text_tokens, prompt)
+    cost, width = row_cost.count(model, transformer, size, shapes)
     update_scale = config.train.guidance_scale or config.sample.guidance_scale
     saving = modulation.saving(config, model, transformer)
-    size = row_cost.model_size(transformer, config.lora, family, width)
+    model_size = row_cost.model_size(transformer, config.lora, family, width)
     return Work(
         cost=cost,
-        size=size._replace(freed=saving.weights, table=saving.numbers),
+        model_size=model_size._replace(freed=saving.weights, table=saving.numbers),
         forwards=of_epoch(config, plan, family),
         num_images=plan.num_images,
         guided=family.is_guided(update_scale) and not config.train.detach_negative,
@@ -97,39 +97,39 @@ def rates() -> Rates:
 
 def gib(config: Config, work: Work, rates: Rates) -> float:
     """Return the GiB that an epoch takes of each of config.dry_run GPUs at its peak."""
-    size = work.size
+    model_size = work.model_size
     is_sharded = config.fsdp.mode != "replicate"
     share = _share(config)
     number_bytes = _number_bytes(config)
-    block_weights = size.held / max(size.blocks, 1)
+    block_weights = model_size.held / max(model_size.blocks, 1)
 
     # Weights: frozen ones in their precision, trained ones with their gradients, moments and average.
-    frozen = size.held if config.lora.rank else 0
+    frozen = model_size.held if config.lora.rank else 0
     total = frozen * BASE_BYTES.get(config.base_precision, number_bytes) * share
-    total += size.trained * _state_bytes(config) * share
+    total += model_size.trained * _state_bytes(config) * share
     if config.fsdp.offload == "weights":
         # The block that computes, and the next one on its way.
         total = 2 * block_weights * number_bytes
     elif not config.lora.rank and is_sharded:
         # Gathered blocks, and the gradient of one before it is reduced.
         total += 3 * block_weights * number_bytes
-    total += size.table * number_bytes
+    total += model_size.table * number_bytes
 
     # A merged copy is there while a compiled forward with a log-prob keeps what its backward would need.
     if config.compile and "merged" in config.sample.rollout_weights and work.forwards.exact:
         merged_bytes = 1 if "fp8" in config.sample.rollout_weights else number_bytes
-        total += size.adapted * merged_bytes
+        total += model_size.adapted * merged_bytes
 
     rows = config.sample.batch_size * (2 if work.guided else 1)
     total += rows * _activation_numbers(config, work, rates) * number_bytes
     return total / GIB + rates.gib_fixed
 
 
-def freed_gib(config: Config, size: ModelSize) -> float:
+def freed_gib(config: Config, model_size: ModelSize) -> float:
     """Return the GiB of each GPU that tables of the modulation save."""
     number_bytes = _number_bytes(config)
-    freed = size.freed * BASE_BYTES.get(config.base_precision, number_bytes) * _share(config)
-    return (freed - size.table * number_bytes) / GIB
+    freed = model_size.freed * BASE_BYTES.get(config.base_precision, number_bytes) * _share(config)
+    return (freed - model_size.table * number_bytes) / GIB
 
 
 def _number_bytes(config: Config) -> int:
@@ -160,7 +160,7 @@ def _state_bytes(config: Config) -> int:
 def _activation_numbers(config: Config, work: Work, rates: Rates) -> float:
     """Numbers that the backward of a row needs, at the peak."""
     cost = work.cost
-    in_all = cost.block_numbers + rates.kept_block * cost.product_numbers / max(work.size.blocks, 1)
+    in_all = cost.block_numbers + rates.kept_block * cost.product_numbers / max(work.model_size.blocks, 1)
     in_half = rates.kept_half * cost.product_numbers
     in_none = rates.kept_all * cost.product_numbers
     return _by_checkpointing(config.fsdp.activation_checkpointing, in_none, in_half, in_all)
@@ -176,7 +176,7 @@ def _by_checkpointing(share: float, in_none: float, in_half: float, in_all: floa
 
 def epoch_s(config: Config, work: Work, rates: Rates) -> float:
     """Return the seconds that one GPU would take for an epoch's rollout, decoding and update."""
-    size = work.size
+    model_size = work.model_size
     forwards = work.forwards
     trained = forwards.trained * _passes(config, rates)
     rows = forwards.fast * _fast_factor(config, config.sample.rollout_weights, rates)
@@ -196,7 +196,7 @@ def epoch_s(config: Config, work: Work, rates: Rates) -> float:
     fast_ms = rates.ms_bf16 if "merged" in config.sample.rollout_weights else weights_ms
     milliseconds = weights_ms * (forwards.exact + forwards.frozen + trained) / batch_size
     milliseconds += fast_ms * forwards.fast / fast_rows
-    seconds += milliseconds * size.held / 1e12
+    seconds += milliseconds * model_size.held / 1e12
     return seconds + work.num_images * _decode_s(config, rates)
 
 
@@ -214,7 +214,7 @@ def evaluation_s(config: Config, work: Work, num_prompts: int, family: type[Flow
 def _row_s(config: Config, work: Work, rates: Rates) -> float:
     """Seconds of a row of a fast forward in bf16."""
     # The share width / (width + half_width) of the best rate is reached: half of it at half_width.
-    width = work.size.width
+    width = work.model_size.width
     seconds = work.cost.flops / (rates.tflops * 1e12) * (width + rates.half_width) / width
     if config.attention == "flash_4":
         seconds *= rates.flash_4

@@ -95,7 +95,7 @@ def plan_of(experiment: Experiment, num_extra: int) -> Plan:
     config, family, plan, prompts = experiment
     example = prompts.example if family.MOST_SOURCES else None
     work = estimate.work_of(config, plan, family, example)
-    policy_bytes = 4 * work.size.trained
+    policy_bytes = 4 * work.model_size.trained
     num_prompts = len(prompts.train)
     return Plan(
         run=config.name,
@@ -105,10 +105,10 @@ def plan_of(experiment: Experiment, num_extra: int) -> Plan:
         updates_per_epoch=plan.updates_per_epoch * config.train.inner_epochs,
         prompts=num_prompts,
         looks_per_prompt=config.num_epochs * plan.num_groups / num_prompts if num_prompts else 0.0,
-        weights=work.size.weights,
-        trained_weights=work.size.trained,
-        freed_weights=work.size.freed,
-        freed_gib=estimate.freed_gib(config, work.size),
+        weights=work.model_size.weights,
+        trained_weights=work.model_size.trained,
+        freed_weights=work.model_size.freed,
+        freed_gib=estimate.freed_gib(config, work.model_size),
         checkpoint_gb=checkpoint_bytes(config, policy_bytes, num_extra) / GB,
         disk_gb=disk_bytes(config, policy_bytes, num_extra) / GB,
         gpu=gpu_figures(experiment, work),
@@ -331,7 +331,7 @@ def source_of(config: Config, work: estimate.Work) -> tuple[str, float | None, s
     if row:
         source = OUT_OF_MEMORY if row.out_of_memory else "measured"
         return source, row.gib, row.card.rpartition(" x ")[2], row.images_per_s
-    if work.size.weights < SMALLEST_ESTIMATED:
+    if work.model_size.weights < SMALLEST_ESTIMATED:
         return "", None, None, None
     rates = estimate.rates()
     images_per_s = work.num_images / estimate.epoch_s(config, work, rates)
@@ -393,10 +393,10 @@ def _cache(experiment: Experiment) -> str:
     prompts |= {image.prompt.digest: image.prompt for image in experiment.prompts.data}
     if not config.cache_dir or not prompts:
         return ""
-    size = cached_bytes(config, experiment.family, [*prompts.values()], experiment.is_guided)
+    num_bytes = cached_bytes(config, experiment.family, [*prompts.values()], experiment.is_guided)
     return (
-        f"{config.cache_dir}: at most {rounded(size / GB)} GB of {len(prompts):,} prompts in float32, less in the bf16 "
-        "of a GPU"
+        f"{config.cache_dir}: at most {rounded(num_bytes / GB)} GB of {len(prompts):,} prompts in float32, less in the "
+        "bf16 of a GPU"
     )
 
 

@@ -70,29 +70,29 @@ def current_inputs(
         prompt_files: files of its data set that it has opened.
         reads_model: False = without those of the model's folder, which `later_model` computes.
     """
-    memory = _memory(config, run_folder)
+    digests_file = _digests_file(config, run_folder)
     model = _model_files(config) if reads_model else {}
     teachers = {}
     for folder in config.train.teachers:
-        for name, digest in _adapter(folder, memory).items():
+        for name, digest in _adapter_digests(folder, digests_file).items():
             teachers[f"{folder}/{name}"] = digest
     return Inputs(
-        dataset=checksums.file_digests({file.path.name: file.path for file in prompt_files}, memory),
-        model=checksums.file_digests(model, memory) | _commit(config),
-        lora_path=_adapter(config.lora.path, memory),
-        lora_base=_adapter(config.lora.base, memory),
-        preferences_path=_pairs(config.preferences.path, memory),
-        rewards=checksums.file_digests(_reward_files(config), memory),
+        dataset=checksums.file_digests({file.path.name: file.path for file in prompt_files}, digests_file),
+        model=checksums.file_digests(model, digests_file) | _commit(config),
+        lora_path=_adapter_digests(config.lora.path, digests_file),
+        lora_base=_adapter_digests(config.lora.base, digests_file),
+        preferences_path=_pair_digests(config.preferences.path, digests_file),
+        rewards=checksums.file_digests(_reward_files(config), digests_file),
         train_teachers=teachers,
-        train_data=_data(config.train.data, memory),
-        sources=checksums.file_digests(_sources_of(prompt_files), memory),
+        train_data=_image_digests(config.train.data, digests_file),
+        sources=checksums.file_digests(_sources_of(prompt_files), digests_file),
     )
 
 
 def later_model(config: Config, run_folder: Path) -> checksums.LaterDigests:
     """Begin to compute the digests of the model's files, which take as long as the disk takes to read the model, while
     it is loaded from the same files."""
-    return checksums.LaterDigests(_model_files(config), _memory(config, run_folder))
+    return checksums.LaterDigests(_model_files(config), _digests_file(config, run_folder))
 
 
 def write_with_model(run_folder: Path, inputs: Inputs, digests: checksums.LaterDigests) -> Inputs:
@@ -102,7 +102,7 @@ def write_with_model(run_folder: Path, inputs: Inputs, digests: checksums.LaterD
     return inputs
 
 
-def _memory(config: Config, run_folder: Path) -> Path:
+def _digests_file(config: Config, run_folder: Path) -> Path:
     """File that remembers digests: in the cache, or else in the run's folder."""
     has_cache = config.cache_dir and Path(config.cache_dir).is_dir()
     return Path(config.cache_dir if has_cache else run_folder, folders.DIGESTS)
@@ -206,31 +206,31 @@ def write_inputs(run_folder: Path, inputs: Inputs) -> None:
     folders.write_text(run_folder / folders.INPUTS, json.dumps(inputs._asdict(), indent=1))
 
 
-def _pairs(folder: str, memory: Path) -> dict[str, str]:
+def _pair_digests(folder: str, digests_file: Path) -> dict[str, str]:
     """Digests of a folder's files of pairs."""
     if not folder:
         return {}
     paths = {}
     for files in preferences.files_of(folder).values():
         paths |= {path.name: path for path in files}
-    return checksums.file_digests(paths, memory)
+    return checksums.file_digests(paths, digests_file)
 
 
-def _data(folder: str, memory: Path) -> dict[str, str]:
+def _image_digests(folder: str, digests_file: Path) -> dict[str, str]:
     """Digests of a folder's images and of their captions."""
     if not folder:
         return {}
     paths = {captioned_images.METADATA: Path(folder, captioned_images.METADATA)}
     for image in captioned_images.open_folder(folder, "config.train.data"):
         paths[image.prompt.metadata["file_name"]] = image.path
-    return checksums.file_digests(paths, memory)
+    return checksums.file_digests(paths, digests_file)
 
 
-def _adapter(path: str, memory: Path) -> dict[str, str]:
+def _adapter_digests(path: str, digests_file: Path) -> dict[str, str]:
     """Digests of the files that are read of a LoRA."""
     if not path:
         return {}
-    return checksums.file_digests({file.name: file for file in lora_files.files_of(path)}, memory)
+    return checksums.file_digests({file.name: file for file in lora_files.files_of(path)}, digests_file)
 
 
 def _model_files(config: Config) -> dict[str, Path]:

@@ -122,13 +122,13 @@ def repeatable_convolutions() -> Iterator[None]:
 def score(run: Run, loaded: Rewards, drawn: DrawnImages) -> Scored:
     """Decode and score B images, and differentiate the loss by their latents, config.vae_batch_size images at a time.
     Logs the losses."""
-    size = run.config.vae_batch_size
+    batch_size = run.config.vae_batch_size
     gradients = []
     images = []
     losses = []
     scores: dict[str, list[Tensor]] = {name: [] for name in (*loaded, "avg")}
-    for start in range(0, len(drawn.x_0), size):
-        rows = slice(start, start + size)
+    for start in range(0, len(drawn.x_0), batch_size):
+        rows = slice(start, start + batch_size)
         latents = drawn.x_0[rows].detach().requires_grad_()
         with repeatable_convolutions():
             pixels = run.model.decode_with_gradients(latents, run.size)
@@ -183,11 +183,11 @@ def score_images(loaded: Rewards, images: Tensor, prompts: list[Prompt]) -> dict
 
 
 def _record(run: Run, drawn: DrawnImages, loss: Tensor, gradient: Tensor) -> None:
-    """Log the losses [B] of images and the size of their gradients [B, ...]; keep what names an image whose loss is not
-    finite."""
+    """Log the losses [B] of images and the root mean square of their gradients [B, ...]; keep what names an image whose
+    loss is not finite."""
     # Of an image's own loss: neither as a part of the update's mean nor as one of its noisings.
-    size = gradient.square().flatten(1).mean(1).sqrt() * images_per_update(run) / drawn.share
-    run.meter.add(policy_loss=loss, image_gradient=size)
+    rms = gradient.square().flatten(1).mean(1).sqrt() * images_per_update(run) / drawn.share
+    run.meter.add(policy_loss=loss, image_gradient=rms)
     if run.config.train.reward_target:
         run.meter.add(target_reached_share=loss == 0)
     run.trained_rows.append(TrainedRows(loss, row_ids_of(drawn)))

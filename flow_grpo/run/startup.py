@@ -64,12 +64,12 @@ def start(
     family = model_classes.resolve(settings.model, settings.model_class)
     settings = model_classes.with_digest(settings, family)
     resume.check_places(settings)
-    texts = _check_files(settings, family, stored_prompts)
+    run_prompts = _check_files(settings, family, stored_prompts)
     if settings.dry_run:
-        _end_dry_run(_planned(settings, script, family, texts, settings.dry_run), len(extra_policies))
+        _end_dry_run(_planned(settings, script, family, run_prompts, settings.dry_run), len(extra_policies))
     ranks = _join_ranks(settings)
-    experiment = _planned(settings, script, family, texts, ranks.world_size)
-    place = distributed.on_main(resume.take_folder, settings, texts.files).absolute()
+    experiment = _planned(settings, script, family, run_prompts, ranks.world_size)
+    place = distributed.on_main(resume.take_folder, settings, run_prompts.files).absolute()
     settings = table.with_values(settings, place.kept)
     with folders.released_on_error(place.folder):
         run = _load_beside_digests(experiment._replace(config=settings), ranks, place, extra_policies, reference)
@@ -137,15 +137,15 @@ def _join_ranks(config: Config) -> distributed.Ranks:
 
 
 def _planned(
-    config: Config, script: checks.Script, family: type[FlowModel], texts: Prompts, world_size: int
+    config: Config, script: checks.Script, family: type[FlowModel], run_prompts: Prompts, world_size: int
 ) -> Experiment:
     """Divide an epoch over a number of GPUs. Raises UserError if it does not divide, or if files of weights are not
     whole."""
     plan = script.plan(config, world_size)
     assert plan is not None, "a script that trains has a plan"
     # Text encoders and VAE are loaded only if images are made.
-    model_files.check_weights(config.model, family, frozen_parts=texts.example is not None)
-    return Experiment(config, family, plan, texts)
+    model_files.check_weights(config.model, family, frozen_parts=run_prompts.example is not None)
+    return Experiment(config, family, plan, run_prompts)
 
 
 def _end_dry_run(experiment: Experiment, num_extra: int) -> NoReturn:
@@ -190,11 +190,11 @@ def _plan_by_sizes(config: Config, script: checks.Script, stored_prompts: list[P
     if int(os.environ.get("RANK", "0")) == 0:
         family = sketch.family_of(published)
         _check_family(config, family)
-        texts = _load_prompts(config, stored_prompts)
-        check_prompt_weights(config, texts.train)
+        run_prompts = _load_prompts(config, stored_prompts)
+        check_prompt_weights(config, run_prompts.train)
         plan = script.plan(config, config.dry_run)
         assert plan is not None, "a script that trains has a plan"
-        experiment = Experiment(config, family, plan, texts)
+        experiment = Experiment(config, family, plan, run_prompts)
         lines = dry_run.describe(experiment, num_extra)
         if config.dry_run_format == "text":
             say(
@@ -341,16 +341,16 @@ def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[P
     model.check_steps(config.sample.num_steps, "config.sample.num_steps")
     if config.evaluates:
         model.check_steps(config.eval.num_steps, "config.eval.num_steps")
-    texts = _load_prompts(config, stored_prompts)
-    check_prompt_weights(config, texts.train)
+    run_prompts = _load_prompts(config, stored_prompts)
+    check_prompt_weights(config, run_prompts.train)
     scored = []
-    for file in texts.files:
+    for file in run_prompts.files:
         scored += file.prompts
     rewards.check_prompts(config.reward_fn, scored, config.eval.rewards)
-    encoded = scored + [image.prompt for image in texts.data]
+    encoded = scored + [image.prompt for image in run_prompts.data]
     model.check_sources(encoded)
     model.check_prompts(encoded, config.text_tokens)
-    return texts
+    return run_prompts
 
 
 def _check_family(config: Config, family: type[FlowModel]) -> None:
@@ -463,8 +463,8 @@ def _open_cache(experiment: Experiment, device: torch.device) -> tuple[embedding
     config = experiment.config
     family = experiment.family
     # Everything that decides an embedding: a model class of one's own may encode otherwise.
-    memory = Path(config.cache_dir, folders.DIGESTS)
-    version = distributed.on_main(family.text_version, config.model, memory)
+    digests_file = Path(config.cache_dir, folders.DIGESTS)
+    version = distributed.on_main(family.text_version, config.model, digests_file)
     version = version | {"guided": experiment.is_guided}
     if config.model_class:
         version["model_class"] = config.model_class
@@ -480,15 +480,15 @@ def _open_cache(experiment: Experiment, device: torch.device) -> tuple[embedding
 def _encoded_prompts(experiment: Experiment) -> list[Prompt]:
     """Prompts that the run encodes: those that its epochs draw, those that are evaluated, and captions."""
     config = experiment.config
-    texts = experiment.prompts
+    run_prompts = experiment.prompts
     encoded = []
-    if texts.drawn and config.sample.prompt_weights == "signal":
+    if run_prompts.drawn and config.sample.prompt_weights == "signal":
         # Which ones it draws is known when rewards are.
-        encoded += texts.train
-    elif texts.drawn:
+        encoded += run_prompts.train
+    elif run_prompts.drawn:
         for epoch in range(config.num_epochs):
-            picks = prompts.epoch_prompts(len(texts.train), experiment.plan.num_groups, config.seed, epoch)
-            encoded += [texts.train[pick] for pick in picks]
-    for split in texts.evaluated:
+            picks = prompts.epoch_prompts(len(run_prompts.train), experiment.plan.num_groups, config.seed, epoch)
+            encoded += [run_prompts.train[pick] for pick in picks]
+    for split in run_prompts.evaluated:
         encoded += part_of(split, config.eval.num_prompts).prompts
-    return encoded + [image.prompt for image in texts.data]
+    return encoded + [image.prompt for image in run_prompts.data]

@@ -322,9 +322,10 @@ def _place_of_largest(
     """Global image and denoising step of the largest of all ranks' first log-ratios."""
     row_ids = torch.cat([part.row_ids for part in first_ratios])
     timesteps = torch.cat([part.timesteps for part in first_ratios])
-    size, outcome = log_ratios.abs().max(0)
+    largest, outcome = log_ratios.abs().max(0)
     step = int((timesteps[outcome] - run.scheduler.timesteps).abs().argmin())
-    _, image, step = max(distributed.gather_objects([(size.item(), int(row_ids[int(outcome), 0]), step)]))
+    # The largest of all ranks comes last in the order of tuples.
+    _, image, step = max(distributed.gather_objects([(largest.item(), int(row_ids[int(outcome), 0]), step)]))
     return image, step
 
 

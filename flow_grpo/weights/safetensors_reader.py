@@ -110,16 +110,16 @@ def _missing_bytes(file: Path) -> str:
     # A file is the header's length in 8 bytes, the header as JSON, and the tensors, whose offsets the header has.
     with file.open("rb") as stored:
         header_size = int.from_bytes(stored.read(8), "little")
-        size = file.stat().st_size
+        num_bytes = file.stat().st_size
         try:
-            tensors = json.loads(stored.read(header_size if header_size < size else 0))
+            tensors = json.loads(stored.read(header_size if header_size < num_bytes else 0))
             ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
             whole = 8 + header_size + max(ends)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             return ""
-    if size >= whole:
+    if num_bytes >= whole:
         return ""
-    return f"is cut off: it has {size:,} of {whole:,} bytes; fetch it again"
+    return f"is cut off: it has {num_bytes:,} of {whole:,} bytes; fetch it again"
 
 
 def fill_transformer(transformer: nn.Module, weights: StoredWeights, copy_rows: CopyRows) -> None:
