@@ -42,15 +42,15 @@ class Options(NamedTuple):
 DEFAULTS = Options()
 
 
-def flags(words: list[str]) -> tuple[Options, list[str]]:
-    """Return the script's own flags, and the other words of the command line."""
+def flags(arguments: list[str]) -> tuple[Options, list[str]]:
+    """Return the script's own flags, and the remaining arguments of the command line."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name, default in DEFAULTS._asdict().items():
         parser.add_argument(f"--{name}", type=type(default), default=argparse.SUPPRESS)
-    known, other_words = parser.parse_known_args(words)
+    known, remaining = parser.parse_known_args(arguments)
     if getattr(known, "source", None) == "":
         parser.error("--source is empty: it names a folder")
-    return Options(**vars(known)), other_words
+    return Options(**vars(known)), remaining
 
 
 def check_options(options: Options) -> None:
@@ -88,8 +88,8 @@ def preparing(options: Options) -> checks.Script:
 options = DEFAULTS
 config = None
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
-    options, words = flags(sys.argv[1:])
-    config = command_line.parse("config/dpo.py:shapes_qwenimage_dpo", preparing(options), words)
+    options, arguments = flags(sys.argv[1:])
+    config = command_line.parse("config/dpo.py:shapes_qwenimage_dpo", preparing(options), arguments)
 
 import hashlib
 import json

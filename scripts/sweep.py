@@ -95,12 +95,12 @@ def _parsed(text: str) -> tuple[str, list[str]]:
     if key in GIVEN:
         raise UserError(f"--vary {key} would be ignored: the sweep gives each run its own")
     # Commas inside of brackets belong to a value, such as (0, 3).
-    found = [value.strip() for value in re.split(r",(?![^(\[{]*[)\]}])", values)]
-    if not all(found):
+    choices = [value.strip() for value in re.split(r",(?![^(\[{]*[)\]}])", values)]
+    if not all(choices):
         raise UserError(f"--vary {quoted(text)} lacks a value: write KEY=VALUE,VALUE")
-    if len(set(found)) < len(found):
+    if len(set(choices)) < len(choices):
         raise UserError(f"--vary {quoted(text)} has a value twice")
-    return key, found
+    return key, choices
 
 
 def check_arguments(args: argparse.Namespace) -> None:

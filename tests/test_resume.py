@@ -107,7 +107,7 @@ def test_a_resumed_run_keeps_the_weight_of_steps_that_it_began_with_and_says_so(
         return
     place = resume.take_folder(config)
     folders.release(folder)
-    config.update_from_flattened_dict(place.kept)
+    config.update_from_flattened_dict(place.kept_settings)
     assert config.train.step_weight == expected
     said = f"goes on with config.train.step_weight {expected!r}" in capsys.readouterr().out
     assert said == (wanted != expected)
@@ -129,7 +129,7 @@ def test_without_branches_no_choice_of_the_weight_is_equal_and_nothing_is_said(t
         how = dict(train__step_weight=wanted, resume_from="latest")
         place = resume.take_folder(config_of("shapes_qwenimage", folder.parent, **how))
         folders.release(folder)
-        assert not place.kept
+        assert not place.kept_settings
     assert "step_weight" not in capsys.readouterr().out
 
 
@@ -390,7 +390,7 @@ def test_a_branch_has_losses_on_held_out_pairs_from_its_parent_only_where_its_pa
     lines = [{"kind": kind, "epoch": 3, "written_at": ""} for kind in ("epoch", "validation", "eval")]
     lines.append({"kind": "eval", "epoch": 2, "written_at": ""})
     (parent / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    place = resume.Place(branch, None, parent, inputs, changed={}, kept={})
+    place = resume.Place(branch, None, parent, inputs, changed={}, kept_settings={})
     resume._copy_metrics(place, parent, since=3)
     assert [line["kind"] for line in lines_of(branch)] == kinds
 

@@ -26,34 +26,36 @@ KINDS = {
     "lambdas": "a lambda with a name: write a function",
     "docstrings": 'a docstring that begins with "Of", "Raises" or a pronoun: begin with a verb ("Raise") or a noun',
     "padded": "an index into a list that is padded for it: write an `if`",
+    "names": "a variable whose name says nothing, such as `found`: name what it holds",
 }
 # The most that each folder may have of each kind, in the order of KINDS. A folder that is not named may have none.
 LIMITS = {
-    "config": (0, 0, 0, 0, 0, 0),
-    "scripts": (0, 0, 0, 0, 0, 0),
-    "tools": (0, 0, 0, 0, 0, 0),
-    "benchmarks": (0, 0, 0, 0, 0, 0),
-    "tests": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/algorithms": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/base": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/checkpoints": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/command_line": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/data": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/diffusers_patch": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/evaluation": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/kernels": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/monitoring": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/reward_server": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/rewards": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/run": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/scoring": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/settings": (0, 0, 0, 0, 0, 0),
-    "flow_grpo/weights": (0, 0, 0, 0, 0, 0),
+    "config": (0, 0, 0, 0, 0, 0, 0),
+    "scripts": (0, 0, 0, 0, 0, 0, 0),
+    "tools": (0, 0, 0, 0, 0, 0, 15),
+    "benchmarks": (0, 0, 0, 0, 0, 0, 13),
+    "tests": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/algorithms": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/base": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/checkpoints": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/command_line": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/data": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/diffusers_patch": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/evaluation": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/kernels": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/monitoring": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/reward_server": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/rewards": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/run": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/scoring": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/settings": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/weights": (0, 0, 0, 0, 0, 0, 0),
 }
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 VAGUE = {"of", "it", "its", "what", "who", "whose", "those", "this", "that", "these", "they", "where", "whether"}
+EMPTY_NAMES = {"found", "how", "own", "some", "kept", "where", "given", "others", "words"}
 THIRD_PERSON = {"raises", "returns", "says", "yields", "refuses"}
 
 
@@ -103,6 +105,13 @@ def is_vague_docstring(node: ast.AST) -> bool:
     return bool(words) and words[0].strip(".,:;").lower() in VAGUE | THIRD_PERSON
 
 
+def is_empty_name(node: ast.AST) -> bool:
+    """Say whether a variable is assigned, or an argument declared, whose name is one of EMPTY_NAMES."""
+    if isinstance(node, ast.arg):
+        return node.arg in EMPTY_NAMES
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in EMPTY_NAMES
+
+
 def is_padded_index(node: ast.AST) -> bool:
     """Say whether a list is only made of a starred one and further values to take one of these."""
     if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.List | ast.Tuple):
@@ -137,6 +146,7 @@ def places_in(source: str, path: Path) -> Iterator[Place]:
         "lambdas": is_named_lambda,
         "docstrings": is_vague_docstring,
         "padded": is_padded_index,
+        "names": is_empty_name,
     }
     for node in ast.walk(tree):
         for kind, check in checks.items():
@@ -152,6 +162,10 @@ def places_of(folder: str) -> list[Place]:
     places = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         places += places_in(path.read_text(), path.relative_to(ROOT))
+
+    # In a test `found` is short for the result of the call in the line above.
+    if folder == "tests":
+        places = [place for place in places if place.kind != "names"]
     return sorted(places)
 
 

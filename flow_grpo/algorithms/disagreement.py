@@ -4,18 +4,18 @@ import torch
 from torch import Tensor
 
 
-def overrated(trained: Tensor, others: list[Tensor], groups: Tensor, share: float) -> Tensor:
+def overrated(trained: Tensor, watched: list[Tensor], groups: Tensor, share: float) -> Tensor:
     """Return the images that the trained reward overrates most, [B] bool: `share` of all and those that tie with them,
-    but only such whose rank by it is higher than their mean rank by the others. One that lacks a score is none of them.
+    but only such whose rank by it is higher than their mean rank by `watched`. One that lacks a score is none of them.
 
     Args:
         trained: [B], over ALL ranks; NaN = no score.
-        others: rewards that are not trained on, [B] each, at least one.
+        watched: rewards that are not trained on, [B] each, at least one.
         groups: [B] int, images that are ranked together.
         share: in (0, 1].
     """
-    mean_of_others = torch.stack([win_rates(scores, groups) for scores in others]).nanmean(0)
-    excess = (win_rates(trained, groups) - mean_of_others).nan_to_num(0.0)
+    mean_rate = torch.stack([win_rates(scores, groups) for scores in watched]).nanmean(0)
+    excess = (win_rates(trained, groups) - mean_rate).nan_to_num(0.0)
     count = max(1, round(share * len(excess)))
     least = excess.topk(count).values[-1]
     return (excess > 0) & (excess >= least)

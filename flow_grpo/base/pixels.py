@@ -50,10 +50,10 @@ def film_strips(images: Tensor) -> Tensor:
     a video is about."""
     if images.ndim == 4:
         return images
-    first, *others = some_frames(images, STRIP_FRAMES).unbind(1)
+    first, *later_frames = some_frames(images, STRIP_FRAMES).unbind(1)
     gap = torch.ones_like(first[..., : math.ceil(first.shape[-1] * STRIP_GAP)])
     parts = [first]
-    for frame in others:
+    for frame in later_frames:
         parts += [gap, frame]
     return torch.cat(parts, -1)
 
@@ -70,10 +70,10 @@ def some_frames(videos: Tensor, most: int) -> Tensor:
 
 def motion(frames: list[Image.Image]) -> dict[str, Any]:
     """Return how Pillow saves the first frame of an animation with the others, as WebP or PNG; nothing for a still."""
-    others = frames[1:]
-    if not others:
+    later_frames = frames[1:]
+    if not later_frames:
         return {}
-    return dict(save_all=True, append_images=others, duration=1000 / FRAMES_PER_S, loop=0)
+    return dict(save_all=True, append_images=later_frames, duration=1000 / FRAMES_PER_S, loop=0)
 
 
 def to_pictures(images: Tensor) -> list[Image.Image]:

@@ -39,17 +39,17 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
         script: what the script asks of a config; None = nothing is asked yet.
         arguments: those of the command line, by default.
     """
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    argv = sys.argv[1:] if arguments is None else list(arguments)
     with sentences():
         prepare_process()
-        file, others = split(words, default)
-        answer = help_text.answer(others, file, default)
+        file, remaining = split(argv, default)
+        answer = help_text.answer(remaining, file, default)
         if answer:
             sys.stdout.write(f"{answer}\n")
             raise SystemExit(0)
-        config = config_of(words, default)
+        config = config_of(argv, default)
         if os.environ.get("RANK", "0") == "0":
-            lines = help_text.replaced(file, config, others)
+            lines = help_text.replaced(file, config, remaining)
             if config.dry_run and config.dry_run_format == "text":
                 lines.append(help_text.changed_settings(file, config))
             sys.stdout.write("".join(f"{line}\n" for line in lines))

@@ -18,14 +18,14 @@ HIDDEN = ("name", "dry_run")  # settings that say nothing of the experiment
 SECTIONS = {section or "config": section for section in table.SECTIONS}  # as they are typed
 
 
-def answer(words: Sequence[str], file: str, default: str) -> str:
+def answer(arguments: Sequence[str], file: str, default: str) -> str:
     """The answer to a command line that asks for one; "" for one that starts a run. `file` is what it names, or
     `default`. Raises UserError: --help names a section that there is not, or --list a file that has no list."""
-    if "--list" in words:
+    if "--list" in arguments:
         return _list(file)
-    for index, word in enumerate(words):
+    for index, word in enumerate(arguments):
         if word in ("-h", "--help"):
-            sections = words[index + 1 :]
+            sections = arguments[index + 1 :]
             return "\n".join(map(_section, sections)) if sections else _help(default)
     return ""
 
@@ -39,7 +39,7 @@ def _help(default: str) -> str:
         "--dry_run, --dry_run=8": "what the run would be on the GPUs that there are, or on 8; loads no weights",
         "--help SECTION": f"the settings of a section: {', '.join(SECTIONS)}",
     }
-    lines = [f"{words:<28}{meaning}" for words, meaning in usage.items()]
+    lines = [f"{form:<28}{meaning}" for form, meaning in usage.items()]
     return "\n".join([sys.modules["__main__"].__doc__ or "", *lines])
 
 
@@ -92,9 +92,9 @@ def origins(file: str, config: ConfigDict) -> dict[str, str]:
     stages = [("the default", table.default_config())]
     if names:
         # NAME, then NAME,VARIANT and so on: each differs from the one before by what its last word sets.
-        words = names.split(",")
-        for count, word in enumerate(words, start=1):
-            stages.append((word, config_files.load(f"{path}:{','.join(words[:count])}")))
+        name_and_variants = names.split(",")
+        for count, word in enumerate(name_and_variants, start=1):
+            stages.append((word, config_files.load(f"{path}:{','.join(name_and_variants[:count])}")))
     else:
         stages.append((path, config_files.load(path)))
     stages.append(("the command line", config))
@@ -129,9 +129,9 @@ def changed_settings(file: str, config: ConfigDict) -> str:
     return "\n".join(["settings that are not the defaults:", *lines])
 
 
-def replaced(file: str, config: ConfigDict, words: Sequence[str] = ()) -> list[str]:
+def replaced(file: str, config: ConfigDict, arguments: Sequence[str] = ()) -> list[str]:
     """List what the variant smoke has replaced: whatever is not on this machine, by something that is, and rewards that
-    it has left out beside those of the command line's words."""
+    it has left out beside those that the command line's arguments name."""
     unchanged = overrides.before_smoke(file)
     if unchanged is None:
         return []
@@ -143,7 +143,7 @@ def replaced(file: str, config: ConfigDict, words: Sequence[str] = ()) -> list[s
         overridden = now[key] != smoke[key]  # by the command line, which has the last word
         if smoke[key] != before[key] and not overridden:
             lines.append(f"smoke replaces {key} {before[key]} by {now[key]}")
-    if overrides.names_rewards(words):
+    if overrides.names_rewards(arguments):
         left_out = [name for name in before["reward_fn"] if name not in now["reward_fn"]]
         lines += [
             f"smoke leaves out the reward {name}, which needs weights of the hub or a server" for name in left_out

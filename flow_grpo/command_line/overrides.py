@@ -18,39 +18,39 @@ FORMS = "write --config FILE:NAME,VARIANT or --config.KEY=VALUE"
 def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
     """The config of a command line. Raises UserError: a word that means nothing, a setting that there is not (with the
     nearest), a value of another type."""
-    file, others = split(arguments, default)
+    file, remaining = split(arguments, default)
     keys = []
-    for word in others:
+    for word in remaining:
         match = re.match(r"--?(?:no)?config\.([^=]*)", word)
         if match:
             keys.append(match[1])
     config = config_files.load(file)
-    _drop_stand_ins(config, file, others)
-    _add_rewards(config, others)
-    _add_custom(config, others)
+    _drop_stand_ins(config, file, remaining)
+    _add_rewards(config, remaining)
+    _add_custom(config, remaining)
     for key in keys:
         if not table.has(config, key):
             raise UserError(unknown_names.answer(key, table.flat(config)))
-    _override(config, others)
+    _override(config, remaining)
     checks.check_typed(config, keys)
     return config
 
 
 def split(arguments: Sequence[str], default: str) -> tuple[str, list[str]]:
-    """The config file that a command line names, and its other words, of which --dry_run is spelt out."""
+    """Return the config file that a command line names, and its remaining arguments, with --dry_run spelt out."""
     file = default
-    others = []
-    words = iter(arguments)
-    for word in words:
+    remaining = []
+    unread = iter(arguments)
+    for word in unread:
         if re.fullmatch("--?config", word):
-            file = next(words, "")
+            file = next(unread, "")
         elif re.match("--?config=", word):
             file = word.partition("=")[2]
         elif match := re.fullmatch(r"--?dry_run(?:=(.*))?", word):
-            others.append(f"--config.dry_run={match[1] or launcher.world_size()}")
+            remaining.append(f"--config.dry_run={match[1] or launcher.world_size()}")
         else:
-            others.append(word)
-    return file, others
+            remaining.append(word)
+    return file, remaining
 
 
 def before_smoke(file: str) -> ConfigDict | None:
@@ -59,33 +59,33 @@ def before_smoke(file: str) -> ConfigDict | None:
     run, *variants = name.split(",")
     if "smoke" not in variants:
         return None
-    others = [variant for variant in variants if variant != "smoke"]
-    return config_files.load(f"{path}:{','.join([run, *others])}")
+    without_smoke = [variant for variant in variants if variant != "smoke"]
+    return config_files.load(f"{path}:{','.join([run, *without_smoke])}")
 
 
-def _drop_stand_ins(config: ConfigDict, file: str, words: Sequence[str]) -> None:
+def _drop_stand_ins(config: ConfigDict, file: str, arguments: Sequence[str]) -> None:
     """Drop what the variant smoke has put in the place of rewards or of a data set that the command line names."""
     before = before_smoke(file)
     if before is None:
         return
-    line = " ".join(words)
+    line = " ".join(arguments)
     if re.search(r"--?config\.dataset[= ]", line):
         config.text_tokens = before.text_tokens
-    named = names_rewards(words)
+    named = names_rewards(arguments)
     if named:
-        kept = {name: weight for name, weight in config.reward_fn.items() if name in (*before.reward_fn, *named)}
-        config.reward_fn = kept
+        wanted = {*before.reward_fn, *named}
+        config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if name in wanted}
 
 
-def names_rewards(words: Sequence[str]) -> list[str]:
+def names_rewards(arguments: Sequence[str]) -> list[str]:
     """Rewards to which a command line gives a weight, one by one."""
-    weights = re.findall(r"--?config\.reward_fn\.(\w+)[= ](\S*)", " ".join(words))
+    weights = re.findall(r"--?config\.reward_fn\.(\w+)[= ](\S*)", " ".join(arguments))
     return [name for name, weight in weights if _literal(weight) != 0]
 
 
-def _add_rewards(config: ConfigDict, words: Sequence[str]) -> None:
+def _add_rewards(config: ConfigDict, arguments: Sequence[str]) -> None:
     """Make room for rewards that the config file does not know: those of one's own, of a server, and their options."""
-    for word, following in zip(words, [*words[1:], ""]):
+    for word, following in zip(arguments, [*arguments[1:], ""]):
         match = re.match(r"--?config\.(?:reward_fn\.(\w+)|reward\.args\.(\w+)\.(\w+))(?:=(.*))?$", word, re.DOTALL)
         if match:
             name, reward, option, value = match.groups()
@@ -98,9 +98,9 @@ def _add_rewards(config: ConfigDict, words: Sequence[str]) -> None:
                     options[option] = options.get(option, _literal(following if value is None else value))
 
 
-def _add_custom(config: ConfigDict, words: Sequence[str]) -> None:
+def _add_custom(config: ConfigDict, arguments: Sequence[str]) -> None:
     """Make room for settings of one's own that the config file has not set, unless one is a slip of one that it has."""
-    for word, following in zip(words, [*words[1:], ""]):
+    for word, following in zip(arguments, [*arguments[1:], ""]):
         match = re.match(r"--?config\.custom\.(\w+)(?:=(.*))?$", word, re.DOTALL)
         if match and match[1] not in config.custom:
             name, value = match.groups()

@@ -102,10 +102,10 @@ def _problem_of_positions(metadata: dict[str, Any]) -> str:
         relation, other = position
         if relation not in tuple(RELATIONS):
             return f"unknown relation {quoted(relation)}; there are {', '.join(RELATIONS)}"
-        others = list(range(len(metadata["include"])))
-        others.remove(index)
-        if type(other) is not int or other not in others:
-            return f"include[{index}] lies {relation} include[{other}]; there are {others}"
+        allowed = list(range(len(metadata["include"])))
+        allowed.remove(index)
+        if type(other) is not int or other not in allowed:
+            return f"include[{index}] lies {relation} include[{other}]; there are {allowed}"
     return ""
 
 

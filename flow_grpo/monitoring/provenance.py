@@ -53,9 +53,9 @@ class Parent(NamedTuple):
     changed: dict[str, list] = {}  # noqa: RUF012  setting -> [there, here]; nothing writes to it
 
 
-def _git(*words: str) -> str:
+def _git(*arguments: str) -> str:
     """Return what git prints about the checkout that is running, "" if it fails."""
-    command = ["git", "-C", str(locations.PACKAGE.parent), *words]
+    command = ["git", "-C", str(locations.PACKAGE.parent), *arguments]
     try:
         process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -177,19 +177,19 @@ def scores(run: RunHistory) -> Scores:
     )
 
 
-def _at(found: list[Score], index: int) -> Score | None:
+def _at(history: list[Score], index: int) -> Score | None:
     """Return the first or the last score; None if there is none."""
-    return found[index] if found else None
+    return history[index] if history else None
 
 
 def _scores_of(run: RunHistory, kind: str) -> list[Score]:
     """Return the comparable evaluations of a kind, the oldest first."""
     name = f"{kind}/{run.config.eval.best_by}"
-    found = []
+    history = []
     for line in run.records:
         if name in line and line["epoch"] >= run.evaluations_since:
-            found.append(Score(line[name], line.get(f"{kind}/std_error"), int(line["epoch"])))
-    return found
+            history.append(Score(line[name], line.get(f"{kind}/std_error"), int(line["epoch"])))
+    return history
 
 
 def changed_settings(runs: Sequence[RunHistory]) -> Table:

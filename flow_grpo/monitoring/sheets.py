@@ -161,23 +161,23 @@ def animation_of(sheet: Path) -> Path:
 
 def saved_images(run_dir: Path | str) -> dict[int, Path]:
     """Return the folders of images/ that eval.save_images fills, by the number of epochs before their evaluation."""
-    found = {}
+    folders = {}
     for folder in sorted(Path(run_dir, "images").glob("eval_[0-9]*")):
         number = folder.name.removeprefix("eval_")
         if folder.is_dir() and number.isdecimal():
-            found[int(number)] = folder
-    return found
+            folders[int(number)] = folder
+    return folders
 
 
 def group_sheets(run_dir: Path | str, name: str) -> dict[int, Path]:
     """Return the sheets of images/ that have a name of GROUP_SHEETS, by the number of epochs before the one that they
     show."""
-    found = {}
+    sheets = {}
     for sheet in sorted(Path(run_dir, "images").glob(f"{name}_[0-9]*.png")):
         number = sheet.stem.removeprefix(f"{name}_")
         if number.isdecimal():
-            found[int(number)] = sheet
-    return found
+            sheets[int(number)] = sheet
+    return sheets
 
 
 def forget(run_dir: Path, epoch: int, keeps_evaluation: bool) -> None:

@@ -143,7 +143,7 @@ class _Attention(TorchFunctionMode):
             return func(*args, **kwargs)
         return self._attention(*args, **kwargs)
 
-    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *mask_and_more: Any, **options: Any) -> Tensor:
         num_scores = math.prod(query.shape[:-1]) * key.shape[-2]
         self.products.flops += 2 * num_scores * (query.shape[-1] + value.shape[-1])
         result = query.new_empty(*query.shape[:-1], value.shape[-1])

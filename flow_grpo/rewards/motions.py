@@ -26,10 +26,10 @@ def places_of(frames: list[list[Detection]], entry: dict[str, Any]) -> list[Plac
     """Return where the one object of an entry is in each frame."""
     places: list[Place] = []
     for detections in frames:
-        found = [detection for detection in detections if detection.kind == entry["class"]]
+        matching = [detection for detection in detections if detection.kind == entry["class"]]
         if entry.get("color"):
-            found = [detection for detection in found if detection.color == entry["color"]]
-        places.append(np.array(found[0].center) if len(found) == 1 else None)
+            matching = [detection for detection in matching if detection.color == entry["color"]]
+        places.append(np.array(matching[0].center) if len(matching) == 1 else None)
     return places
 
 

@@ -44,9 +44,9 @@ BEHIND = re.compile(
 PATHS = ("/chat/completions", "/v1")  # ends of a url, which are added here
 
 
-def pattern_after(words: str) -> str:
-    """Return a regular expression whose group is the number after some words, in capitals or small letters."""
-    return rf"(?i)\b{words}{SCALE}({NUMBER})"
+def pattern_after(text: str) -> str:
+    """Return a regular expression whose group is the number after a text, in capitals or small letters."""
+    return rf"(?i)\b{text}{SCALE}({NUMBER})"
 
 
 PATTERN = pattern_after("rating")

@@ -147,8 +147,8 @@ def describe(experiment: Experiment, num_extra: int) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def epoch(config: Config, plan: BatchPlan, where: str) -> str:
-    """Return the images and updates of an epoch in words; `where` names what has batches of its own: "each GPU"."""
+def epoch(config: Config, plan: BatchPlan, processes: str) -> str:
+    """Return the images and updates of an epoch in words; `processes` have batches of their own: "each GPU"."""
     branches = ""
     if plan.num_branches > 1:
         branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches"
@@ -160,7 +160,7 @@ def epoch(config: Config, plan: BatchPlan, where: str) -> str:
     rows = plan.num_groups * plan.group_size * plan.num_trained_steps // plan.updates_per_epoch
     return (
         f"{plan.num_groups} prompts x {plan.group_size}{branches} = {plan.num_images:,} {drawn}, in "
-        f"{plan.batches_per_epoch} batches of {plan.batch_size} on {where}; {updates} updates of {rows:,} rows each"
+        f"{plan.batches_per_epoch} batches of {plan.batch_size} on {processes}; {updates} updates of {rows:,} rows each"
     )
 
 
@@ -232,12 +232,12 @@ def gpu(config: Config, figures: GpuFigures) -> list[str]:
 
 def _cards(figures: GpuFigures) -> str:
     """Name the smallest card with enough memory, and say whether this machine's cards have it."""
-    words = f"for which the smallest card has {figures.card}" if figures.card else "more than an H200 has"
+    sentence = f"for which the smallest card has {figures.card}" if figures.card else "more than an H200 has"
     here = _gib_here()
     if here is None or figures.gib is None:
-        return words
+        return sentence
     verdict = "more than that" if figures.gib <= here else "which is too little"
-    return f"{words}; this machine's have {here:.3g} GiB, {verdict}"
+    return f"{sentence}; this machine's have {here:.3g} GiB, {verdict}"
 
 
 def _gib_here() -> float | None:

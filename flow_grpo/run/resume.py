@@ -30,7 +30,7 @@ class Place(NamedTuple):
     parent: Path | None  # folder of the run that this one branches off
     inputs: Inputs  # of a new run without those of its model's folder
     changed: dict[str, tuple]  # a branch's settings that differ from its parent's: key -> (there, here)
-    kept: dict[str, Any]  # settings of the checkpoint that a resumed run goes on with, whatever its config says
+    kept_settings: dict[str, Any]  # those of the checkpoint that a resumed run goes on with, whatever its config says
 
     def absolute(self) -> "Place":
         """Return the same place by absolute paths: rewards may change the working directory."""
@@ -85,7 +85,7 @@ def _begin(config: Config, folder: Path, prompt_files: Sequence[PromptFile]) -> 
     checks.check_step_weight(config)
     inputs = input_files.current_inputs(config, folder, prompt_files, reads_model=False)
     dashboard.say(f"the run begins in {folder}")
-    return Place(folder, None, None, inputs, changed={}, kept={})
+    return Place(folder, checkpoint=None, parent=None, inputs=inputs, changed={}, kept_settings={})
 
 
 def _go_on(config: Config, folder: Path, path: Path, parent: Path | None, prompt_files: Sequence[PromptFile]) -> Place:
@@ -103,9 +103,9 @@ def _go_on(config: Config, folder: Path, path: Path, parent: Path | None, prompt
     # Before `changes`, which fills what older settings lack into `stored`.
     rescheduled = _rescheduled(stored, config)
     changed = stored_config.changes(stored, config.to_dict(), file)
-    kept = _kept_settings(config, parent, changed)
-    changed = {key: pair for key, pair in changed.items() if key not in kept}
-    lines += [_kept_sentence(key, before, table.value_of(config, key)) for key, before in kept.items()]
+    kept_settings = _kept_settings(config, parent, changed)
+    changed = {key: pair for key, pair in changed.items() if key not in kept_settings}
+    lines += [_kept_sentence(key, before, table.value_of(config, key)) for key, before in kept_settings.items()]
     if parent:
         _check_inherited(checkpoint, changed)
         lines.append(_write_parent(folder, parent, checkpoint, epoch, changed | rescheduled))
@@ -124,16 +124,16 @@ def _go_on(config: Config, folder: Path, path: Path, parent: Path | None, prompt
     begins = "begins" if parent else f"goes on from {checkpoint.name}"
     for line in [*lines, f"the run {begins} in {folder}", *notices]:
         dashboard.say(line)
-    return Place(folder, checkpoint, parent, inputs, changed, kept)
+    return Place(folder, checkpoint, parent, inputs, changed, kept_settings)
 
 
 def _kept_settings(config: Config, parent: Path | None, changed: dict[str, tuple]) -> dict[str, Any]:
     """Settings that a resumed run keeps as its checkpoint has them. Raises UserError if the weight of branching steps
     is chosen neither by the config nor by a checkpoint of this run."""
-    kept = {} if parent else stored_config.kept(changed)
-    if "train.step_weight" not in kept:
+    kept_settings = {} if parent else stored_config.kept_settings(changed)
+    if "train.step_weight" not in kept_settings:
         checks.check_step_weight(config)
-    return kept
+    return kept_settings
 
 
 def _kept_sentence(key: str, before: Any, now: Any) -> str:

@@ -163,9 +163,9 @@ def _beta_gate(run: Run, drawn: DrawnImages, images: Tensor) -> Tensor:
     """
     config = run.config
     scores = run.pool.submit(images, drawn.batch.prompts, everything=True)()
-    others = [scores[name] for name in config.watched_rewards]
+    watched = [scores[name] for name in config.watched_rewards]
     one_group = torch.zeros(len(drawn.batch.prompts), dtype=torch.int64)
-    return overrated(scores["avg"], others, one_group, config.train.beta_gate).float().to(run.device)
+    return overrated(scores["avg"], watched, one_group, config.train.beta_gate).float().to(run.device)
 
 
 def score_images(loaded: Rewards, images: Tensor, prompts: list[Prompt]) -> dict[str, Tensor]:

@@ -440,6 +440,6 @@ def beta_gate(run: Run, rewards: Rewards) -> Tensor | None:
     config = run.config
     if not config.train.gates_the_pull:
         return None
-    others = [rewards.scores[name] for name in config.watched_rewards]
-    is_pulled = overrated(rewards.scores["avg"], others, rewards.groups, config.train.beta_gate)
+    watched = [rewards.scores[name] for name in config.watched_rewards]
+    is_pulled = overrated(rewards.scores["avg"], watched, rewards.groups, config.train.beta_gate)
     return rewards.local(is_pulled.float(), run.device)

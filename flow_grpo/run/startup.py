@@ -70,7 +70,7 @@ def start(
     ranks = _join_ranks(settings)
     experiment = _planned(settings, script, family, run_prompts, ranks.world_size)
     place = distributed.on_main(resume.take_folder, settings, run_prompts.files).absolute()
-    settings = table.with_values(settings, place.kept)
+    settings = table.with_values(settings, place.kept_settings)
     with folders.released_on_error(place.folder):
         run = _load_beside_digests(experiment._replace(config=settings), ranks, place, extra_policies, reference)
     if place.checkpoint:
@@ -110,8 +110,8 @@ def _later_digests(config: Config, place: resume.Place) -> AbstractContextManage
 def _say_plan(run: Run) -> None:
     """Say how many images an epoch draws and what becomes of them."""
     one, several = ("GPU", "GPUs") if run.device.type == "cuda" else ("process", "processes")
-    where = f"one {one}" if run.world_size == 1 else f"each of {run.world_size} {several}"
-    run.board.say(f"an epoch: {dry_run.epoch(run.config, run.plan, where)}")
+    processes = f"one {one}" if run.world_size == 1 else f"each of {run.world_size} {several}"
+    run.board.say(f"an epoch: {dry_run.epoch(run.config, run.plan, processes)}")
 
 
 def _say_first_lines(run: Run) -> None:

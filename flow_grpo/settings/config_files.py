@@ -84,11 +84,11 @@ def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
     return config
 
 
-def _answer(words: str) -> str:
+def _answer(message: str) -> str:
     """Sentence for a setting that ml_collections refuses, whose own words list all other settings."""
-    words = words.replace("\\n", " ")  # it quotes itself
-    refused = re.match(r"\W*Key \W*(\w+)", words) or re.match(r"\W*(\w+)\W*(?:Did|$)", words)
-    return unknown_names.answer(refused[1], called=repr(refused[1])) if refused else words
+    message = message.replace("\\n", " ")  # it quotes itself
+    refused = re.match(r"\W*Key \W*(\w+)", message) or re.match(r"\W*(\w+)\W*(?:Did|$)", message)
+    return unknown_names.answer(refused[1], called=repr(refused[1])) if refused else message
 
 
 def parts(text: str) -> tuple[str, str]:

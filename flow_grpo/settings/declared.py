@@ -83,10 +83,10 @@ def check(config: ConfigDict, **functions: Callable) -> None:
         for setting in table.SETTINGS:
             if setting.read_in == role and setting.key not in declared:
                 _check_unread(setting.key, table.value_of(config, setting.key), role, function)
-    others = [function for function in functions.values() if not _is_ours(function)]
-    cards = [_declaration_of(function).card for function in others]
-    names = ", ".join(map(_name, others))
-    if others and not config.method:
+    foreign = [function for function in functions.values() if not _is_ours(function)]
+    cards = [_declaration_of(function).card for function in foreign]
+    names = ", ".join(map(_name, foreign))
+    if foreign and not config.method:
         config.method = " with ".join(filter(None, cards)) or f"functions of its author's own ({names})"
 
 

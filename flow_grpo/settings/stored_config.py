@@ -47,7 +47,7 @@ WITHOUT_EFFECT = (  # settings that are none any more, as stored: today's progra
     ("preferences.source", ""),
     ("lora.dropout", 0.0),
     ("sample.branch_schedule", "fixed"),
-    *(("reward.backend", where) for where in ("inline", "thread", "process")),
+    *(("reward.backend", backend) for backend in ("inline", "thread", "process")),
 )
 # setting -> (stored, wanted): the configs of this repository, or the setting's default, had the former when the run
 # began and have the latter today. A resumed run keeps its own.
@@ -118,6 +118,6 @@ def is_setting(key: str) -> bool:
     return key in table.BY_KEY
 
 
-def kept(changed: dict[str, tuple]) -> dict[str, Any]:
+def kept_settings(changed: dict[str, tuple]) -> dict[str, Any]:
     """Return those of `changes` that a resumed run keeps as they are stored, because only a default has changed."""
     return {key: before for key, (before, now) in changed.items() if (before, now) in KEPT.get(key, ())}

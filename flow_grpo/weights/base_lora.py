@@ -88,12 +88,12 @@ def _converted(file: Path, family: type[FlowModel]) -> dict[str, Tensor]:
     """Return the weights of a file with another program's names, as diffusers reads it: the scale is in them."""
     place = in_one_line(file)
     try:
-        found = family.PIPELINE.lora_state_dict(str(file))  # pyright: ignore[reportAttributeAccessIssue]  # a mixin's
+        stored = family.PIPELINE.lora_state_dict(str(file))  # pyright: ignore[reportAttributeAccessIssue]  # a mixin's
     except Exception as error:
         reason = f"{type(error).__name__}: {in_one_line(error, 200)}"
         raise UserError(f"{place} is no LoRA that diffusers' {family.PIPELINE.__name__} reads ({reason})") from error
     weights = {}
-    for name, weight in found.items():
+    for name, weight in stored.items():
         if lora_files.NAME.fullmatch(name) is None:
             raise UserError(f"{place} holds {name}, which is no part of a LoRA of a transformer alone")
         weights[name.removeprefix(PREFIX)] = weight.float()
