@@ -139,10 +139,10 @@ def main(
 
         # Groups of images per prompt, and how much better each image is than its group.
         stored, submitted = rollout(run, epoch)
-        scores = rewards.wait(run, epoch, submitted)
+        epoch_rewards = rewards.wait(run, epoch, submitted)
         recompute_log_probs(run, stored)  # with train.old_log_prob "recompute"; else they are those of the rollout
-        stored.advantages, stored.loss_weight = advantages(run, scores)
-        stored.beta_gate = rewards.beta_gate(run, scores)  # with train.beta_gate; else every image is pulled
+        stored.advantages, stored.loss_weight = advantages(run, epoch_rewards)
+        stored.beta_gate = rewards.beta_gate(run, epoch_rewards)  # None without train.beta_gate
 
         # Make the noisy steps of better images more likely, those of worse ones less.
         with run.board.timed("update"):

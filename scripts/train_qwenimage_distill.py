@@ -104,8 +104,8 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, updat
 
         # States that the student reaches. Their rewards are logged; only their weights, 0 for masked images, are used.
         stored, submitted = rollout(run, epoch)
-        scores = rewards.wait(run, epoch, submitted)
-        stored.advantages, stored.loss_weight = rewards.advantages(run, scores)
+        epoch_rewards = rewards.wait(run, epoch, submitted)
+        stored.advantages, stored.loss_weight = rewards.advantages(run, epoch_rewards)
 
         # Move the student's steps from these states towards the teachers'.
         with run.board.timed("update"):

@@ -227,9 +227,9 @@ def main(
 
         # Groups of images per prompt, and how much better each image is than its group.
         stored, submitted = rollout(run, epoch)
-        scores = rewards.wait(run, epoch, submitted)
-        stored.advantages, stored.loss_weight = advantages(run, scores)
-        stored.beta_gate = rewards.beta_gate(run, scores)  # with train.beta_gate; else every image is pulled
+        epoch_rewards = rewards.wait(run, epoch, submitted)
+        stored.advantages, stored.loss_weight = advantages(run, epoch_rewards)
+        stored.beta_gate = rewards.beta_gate(run, epoch_rewards)  # None without train.beta_gate
 
         # Fit good images, and with the reflected policy bad ones.
         with run.board.timed("update"):

@@ -114,7 +114,7 @@ def test_estimates_lie_between_those_of_measured_shares_of_checkpointing():
 def test_a_measured_run_is_for_the_card_that_it_was_measured_on():
     for row in measured.rows():
         config = replace(row.config(), dry_run=row.gpus)
-        source, gib, card, images_per_s = dry_run.source_of(config, work=None)
+        source, gib, card, images_per_s = dry_run.memory_and_speed(config, work=None)
         assert source == ("out of memory" if row.out_of_memory else "measured")
         assert (gib, images_per_s) == (row.gib, row.images_per_s)
         assert row.card.endswith(card)

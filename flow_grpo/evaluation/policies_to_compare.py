@@ -77,11 +77,11 @@ def _candidate(name: str, config: Config, weights: str) -> Candidate:
         return _candidate_of_run(name, folder.parent, "best")
     is_model = (folder / "model_index.json").is_file()
     if (folder / lora_files.FILE).is_file() or (lora_files.is_lora(folder) and not is_model):
-        return Candidate(name, "LoRA", config, folder, None)
+        return Candidate(name, "LoRA", config, lora=folder, transformer=None)
     if is_model or locations.is_hub_id(name):
         config = with_model(config, name)
         added = Path(config.lora.base).name
-        return Candidate(name, f"base with {added}" if added else "base", config, None, None)
+        return Candidate(name, f"base with {added}" if added else "base", config, lora=None, transformer=None)
     what = "is none of these" if folder.exists() else "does not exist"
     kinds = "a run's folder, a LoRA (a file of safetensors, or a folder with one), or a diffusers model"
     raise UserError(f"{name!r} {what}: {kinds}{lora_files.hint(folder)}")

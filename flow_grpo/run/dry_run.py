@@ -49,10 +49,19 @@ class Drawing(NamedTuple):
     shortcuts: Shortcuts
 
 
+class MemoryAndSpeed(NamedTuple):
+    """Memory and speed of a run, and where the figures are from."""
+
+    source: str  # "measured", "estimated", OUT_OF_MEMORY, or "" = there are no figures
+    gib: float | None = None  # of each GPU
+    card: str | None = None  # the smallest that does; "" = none
+    images_per_s: float | None = None  # of each GPU, an H200 or H100
+
+
 class GpuFigures(NamedTuple):
     """Memory and time of a run."""
 
-    figures: str  # where the others are from: "measured", "estimated", or "" = there are none
+    figures: str  # where the others are from: MemoryAndSpeed.source
     gib: float | None  # of each GPU
     card: str | None  # the smallest that does; "" = none
     images_per_s: float | None  # of each GPU, an H200 or H100
@@ -309,7 +318,7 @@ def _data(experiment: Experiment) -> str:
 def gpu_figures(experiment: Experiment, work: estimate.Work) -> GpuFigures:
     """Look up or estimate memory and time of a run for config.dry_run GPUs."""
     config = experiment.config
-    figures, gib, card, images_per_s = source_of(config, work)
+    source, gib, card, images_per_s = memory_and_speed(config, work)
     hours = None
     scored = None
     evaluation_hours = None
@@ -319,24 +328,24 @@ def gpu_figures(experiment: Experiment, work: estimate.Work) -> GpuFigures:
         # Rewards with gradients are computed between the forwards, in this process.
         if config.algorithm != table.REFL:
             scored = images_per_s * config.dry_run * (1 + config.sample.scouts_per_image)
-    if figures:
+    if source:
         evaluation_s = _evaluation_s(config, experiment.family, experiment.prompts.evaluated, work)
         evaluation_hours = evaluation_s / 3600 / config.dry_run
-    return GpuFigures(figures, gib, card, images_per_s, hours, evaluation_hours, scored)
+    return GpuFigures(source, gib, card, images_per_s, hours, evaluation_hours, scored)
 
 
-def source_of(config: Config, work: estimate.Work) -> tuple[str, float | None, str | None, float | None]:
-    """Return the source of the figures, GiB of each GPU, the smallest card, and images/s of each GPU."""
+def memory_and_speed(config: Config, work: estimate.Work) -> MemoryAndSpeed:
+    """Look up a measured run with these settings, or else estimate, if the transformer is not too small for that."""
     row = measured.of_config(config)
     if row:
         source = OUT_OF_MEMORY if row.out_of_memory else "measured"
-        return source, row.gib, row.card.rpartition(" x ")[2], row.images_per_s
+        return MemoryAndSpeed(source, row.gib, row.card.rpartition(" x ")[2], row.images_per_s)
     if work.model_size.weights < SMALLEST_ESTIMATED:
-        return "", None, None, None
+        return MemoryAndSpeed(source="")
     rates = estimate.rates()
     images_per_s = work.num_images / estimate.epoch_s(config, work, rates)
     gib = estimate.gib(config, work, rates)
-    return "estimated", gib, _smallest_card(gib), images_per_s
+    return MemoryAndSpeed("estimated", gib, _smallest_card(gib), images_per_s)
 
 
 def _evaluation_s(config: Config, family: type[FlowModel], evaluated: list[Split], work: estimate.Work) -> float:

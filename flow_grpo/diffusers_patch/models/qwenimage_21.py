@@ -156,6 +156,7 @@ class QwenImage21(FlowModel):
         angles = self._angles(condition, size)
         # A segment is its first token, its end, and whether it is text.
         segments = [(0, num_text, True)]
+        # None: attention_mask, and then layer_cache, kv_cache_mode, cache_write_slice.
         block_inputs = (modulation, angles, None, is_image, None, None, None, segments, mask)
         tokens = self.through(transformer.transformer_blocks, tokens, *block_inputs)
         image = transformer.norm_out(tokens[:, num_text:], time[: len(x)])
@@ -229,6 +230,7 @@ class RowPositions(QwenImage21AttnProcessor):
             return super().__call__(
                 attn, hidden_states, rotary_emb=rotary_emb, segments=segments, key_valid=key_valid, **other_inputs
             )
+        # None: rotary_emb, layer_cache, kv_cache_mode, cache_write_slice.
         queries, keys, values, _ = _qwenimage21_prepare_qkv(attn, hidden_states, None, None, None, None)
         queries = _rotated(queries, rotary_emb)
         keys = _rotated(keys, rotary_emb)
