@@ -21,6 +21,7 @@ from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.plan import estimate, forwards, measured, row_cost, sketch
+from flow_grpo.run import dry_run
 from flow_grpo.settings import config_files, table
 
 MODELS = [name for name in registry.names() if name != "qwenimage_edit"]
@@ -136,6 +137,27 @@ def test_published_weights_that_edit_are_planned_with_sources_of_their_own_size(
     images_per_s, gib = figures_of(config, work)
     assert images_per_s == pytest.approx(row.images_per_s, rel=0.15)
     assert gib == pytest.approx(row.gib, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("run", "variant", "card"),
+    [
+        ("editreward_qwenimage_edit", "large_gpu", "141 GB"),
+        ("editreward_qwenimage_edit_first", "large_gpu", "141 GB"),
+        ("editreward_flux_kontext", "large_gpu", "80 GB"),
+        ("editreward_qwenimage_edit", "gpu_80gb", "80 GB"),
+        ("editreward_qwenimage_edit_first", "gpu_80gb", "80 GB"),
+    ],
+)
+def test_the_variant_of_a_card_leaves_room_for_sources(run, variant, card):
+    """With the rows and activations of models that only draw, FLUX.1-Kontext took more than 139 GiB."""
+    config = table.typed(config_files.load(f"{locations.ROOT}/config/grpo.py:{run},{variant}"))
+    config = replace(config, dry_run=1)
+    (prompt, *_) = load_prompts("dataset/edits", "train")
+    family = sketch.family_of(registry.published(config.model))
+    plan = batch_plan.plan_batches(config, config.dry_run)
+    gib = estimate.gib(config, estimate.work_of(config, plan, family, prompt), estimate.rates())
+    assert gib * estimate.rates().reserved <= dry_run.CARD_GIB[card]
 
 
 def test_larger_images_and_full_weights_have_figures_of_their_own(klein):
