@@ -124,7 +124,7 @@ from flow_grpo.weights import load_weights, model_files, modulation, policies, q
 
 # Settings and sections that decide which pairs are made.
 MADE_BY = (
-    *("model", "dataset", "reward_fn", "height", "width", "frames"),
+    *("model", "dataset", "height", "width", "frames"),
     *("text_tokens", "precision", "base_precision", "seed"),
     *("lora", "sample", "model_class", "preferences", "options"),
 )
@@ -417,13 +417,6 @@ def digests_of(rows: Rows, max_rows: int) -> dict[str, str]:
     return {name: hashlib.blake2b(repr(part).encode(), digest_size=8).hexdigest() for name, part in parts.items()}
 
 
-def is_load_option(key: str) -> bool:
-    """Return whether a dotted key is an option of a reward's load(), which decides scores, and no setting of its
-    requests."""
-    section, _, name = key.rpartition(".")
-    return section.startswith("reward.args.") and f"reward.{name}" not in table.BY_KEY
-
-
 def claim(folder: Path, origin: dict[str, Any]) -> bool:
     """Lock `folder`, to begin it or to go on with it; return False, and leave it, if it is complete.
 
@@ -464,7 +457,7 @@ def check_unchanged(folder: Path, origin: dict[str, Any], begun_with: Path) -> N
     made_by = origin["made_by"]
     differing = []
     for key in stored_config.changes(before["made_by"], made_by, begun_with):
-        if key.split(".")[0] in MADE_BY or is_load_option(key):
+        if key.split(".")[0] in MADE_BY or table.decides_scores(key):
             differing.append(key)
     if differing:
         raise UserError(f"{folder} was begun with other settings ({', '.join(differing)}); choose another folder")

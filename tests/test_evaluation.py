@@ -163,7 +163,8 @@ def test_a_best_that_was_measured_otherwise_is_set_aside(key, tmp_path):
 def test_figures_of_another_base_or_by_other_options_of_a_reward_are_compared_with_none_of_before():
     before = save.settings_of_figures(Config())
     options = {"vlm_judge": {"question": "is it?"}}
-    changes = dict(base_precision="nf4", text_tokens=9, precision="bf16") | {"reward.args": options}
+    changes = dict(base_precision="nf4", text_tokens=9, precision="bf16")
+    changes |= {"reward.args": options, "reward.frames": 1}
     for key, value in changes.items():
         assert save.settings_of_figures(with_values(Config(), {key: value})) != before
     elsewhere = Reward(args={"vlm_judge": {"url": "http://elsewhere:1"}})

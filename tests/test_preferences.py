@@ -37,6 +37,7 @@ from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring import progress
 from flow_grpo.rewards.clients.wire import pack_image
 from flow_grpo.scoring.scorers import RewardFailed
+from flow_grpo.settings.sections import Config, Reward
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 NAME = "shapes_qwenimage_dpo"
@@ -250,6 +251,24 @@ def test_latents_are_scaled_as_the_decoder_unscales_them(name, monkeypatch):
 
 def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*.parquet")}
+
+
+def test_pairs_are_not_gone_on_with_by_rewards_that_see_other_frames_or_have_other_options(tmp_path):
+    def origin(**settings):
+        config = Config(reward=Reward(**settings))
+        return prepare_preferences.origin_of(config, prepare_preferences.DEFAULTS, [])
+
+    begun_with = tmp_path / "settings.json"
+    begun_with.write_text(json.dumps(origin()))
+    prepare_preferences.check_unchanged(tmp_path, origin(batch_size=3), begun_with)
+    rows = []
+    for settings in (dict(frames=2), dict(args={"ocr": {"frames": 2}}), dict(args={"vlm_judge": {"question": "?"}})):
+        changed = origin(**settings)
+        words = [str(tmp_path), "begun with other settings", "reward."]
+        rows.append(
+            ("", lambda changed=changed: prepare_preferences.check_unchanged(tmp_path, changed, begun_with), words)
+        )
+    assert_refused(rows)
 
 
 def test_pairs_of_own_rollouts_have_the_scores_of_the_stored_images(tmp_path):

@@ -66,6 +66,13 @@ def test_dotted_keys_change_a_copy():
     assert (Config().seed, Config().train.beta) == (42, 0.0)
 
 
+def test_scores_follow_from_rewards_their_weights_and_options_and_the_frames_that_they_see():
+    deciding = ("reward_fn.shapes", "reward.frames", "reward.args.ocr.frames", "reward.args.vlm_judge.question")
+    asking = ("reward.batch_size", "reward.timeout_s", "reward.args.ocr.batch_size", "reward.args.ocr.url", "frames")
+    assert all(map(table.decides_scores, deciding))
+    assert not any(map(table.decides_scores, asking))
+
+
 def test_every_setting_is_a_field_with_its_meaning_below_it():
     for setting in table.SETTINGS:
         assert setting.meaning.endswith("."), setting.key

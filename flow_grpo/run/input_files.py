@@ -55,7 +55,8 @@ class Inputs(NamedTuple):
     def of_figures(self) -> dict[str, str]:
         """Return digests of what an evaluation's figures depend on beside the policy, by name."""
         digests = {}
-        for name, part in (("dataset", self.dataset), ("model", self.model), ("sources", self.sources)):
+        for name in ("dataset", "model", "lora_base", "sources"):
+            part = getattr(self, name)
             if part:
                 digests[name] = hashlib.blake2b(json.dumps(part).encode(), digest_size=16).hexdigest()
         return digests | self.rewards

@@ -342,7 +342,7 @@ def resume(run: Run, place: Place, checkpoint: Path) -> None:
     run.num_roll_backs = progress.num_roll_backs
     run.evaluations_since = progress.evaluations_since
     # What a branch's parent has seen of a prompt does not count under other rewards.
-    has_other_rewards = any(key.startswith("reward_fn.") for key in place.changed)
+    has_other_rewards = any(table.decides_scores(key) for key in place.changed)
     if run.prompt_signal and progress.prompt_signals and not has_other_rewards:
         run.prompt_signal.signals = dict(progress.prompt_signals)
     if run.config.evaluates:

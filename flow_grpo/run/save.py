@@ -181,6 +181,7 @@ def settings_of_figures(config: Config) -> dict[str, str]:
     values = {
         "reward_fn": dict(config.reward_fn),
         "reward.args": reward_args,
+        "reward.frames": config.reward.frames,
         "text_tokens": config.text_tokens,
         "precision": config.precision,
         "base_precision": config.base_precision,

@@ -187,6 +187,16 @@ def is_fixed(key: str) -> bool:
     return not (key in BY_KEY and BY_KEY[key].resumable)
 
 
+def decides_scores(key: str) -> bool:
+    """Return whether the value of a dotted key decides how images are scored: by which rewards, with which weights and
+    options of their load(), and by how many frames of a video. Other settings of `reward` are of requests."""
+    section, _, name = key.rpartition(".")
+    if section.startswith("reward.args."):
+        is_load_option = f"reward.{name}" not in BY_KEY and name != "url"
+        return is_load_option or name == "frames"
+    return section == "reward_fn" or key == "reward.frames"
+
+
 def check_values(config: ConfigDict) -> None:
     """Raise UserError for a value that its entry does not allow, with what it allows."""
     for setting in SETTINGS:
