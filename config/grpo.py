@@ -465,9 +465,10 @@ VARIANTS = (
     fdfo,
     endpoint,
     variants.signal,
+    distill,
+    # They fit rows and the clip range to the steps and the loss that were chosen before.
     variants.px1024,
     variants.px1328,
-    distill,
     variants.smoke,
 )
 

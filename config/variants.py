@@ -12,7 +12,7 @@ from flow_grpo.algorithms.batch_plan import loss_of_whole_groups, smaller_batch
 from flow_grpo.base import locations
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
-from flow_grpo.settings.table import NFT, default_config
+from flow_grpo.settings.table import BY_KEY, NFT, default_config
 
 
 class Task(NamedTuple):
@@ -131,6 +131,8 @@ def _of_side(config: ConfigDict, side: int) -> ConfigDict:
 
 def _reads_clip_range(config: ConfigDict) -> bool:
     """Return whether the chosen loss clips a ratio."""
+    if config.algorithm not in BY_KEY["train.clip_range"].used_by:
+        return False
     loss = OBJECTIVES[config.train.objective]
     if config.algorithm == NFT:
         loss = FORWARD_OBJECTIVES[config.train.forward_objective]

@@ -57,7 +57,7 @@ def test_the_spread_of_a_mean_log_ratio_falls_as_one_over_the_root_of_its_number
 SIDES = {"px1024": 1024, "px1328": 1328}
 PUBLISHED = [run for run in (*runs_of("grpo"), *runs_of("nft")) if not run.startswith("shapes")]
 VARIANTS = ("", ",large_gpu", ",large_gpu,mixgrpo", ",large_gpu,guard", ",large_gpu,fdfo", ",endpoint")
-VARIANTS += (",large_gpu,awm", ",large_gpu,dgpo", ",large_gpu,crd")
+VARIANTS += (",large_gpu,awm", ",large_gpu,dgpo", ",large_gpu,crd", ",distill", ",large_gpu,distill")
 OF_WINDOWS = ("mixgrpo", "fdfo", "endpoint")  # not of branches
 
 
@@ -99,6 +99,8 @@ ROWS = [  # a run, and its rows and its clip range at 512, 1024 and 1328 pixels
     # Its bound is a KL per number of a latent, and its clip range the unused default.
     ("pickscore_qwenimage,dppo", (8, 2, 1), (1e-4, 1e-4, 1e-4)),
     ("pickscore_qwenimage_nft,large_gpu", (8, 2, 2), (1e-4, 1e-4, 1e-4)),
+    # Noise in all steps, nine an image; its loss clips nothing.
+    ("pickscore_qwenimage,distill", (8, 2, 2), (1e-4, 1e-4, 1e-4)),
     # A forward holds whole groups, of 16 images or, of FDFO, of two.
     ("pickscore_qwenimage_nft,large_gpu,dgpo", (16, 16, 16), (1e-2, 5e-3, 3.9e-3)),
     ("pickscore_qwenimage,large_gpu,fdfo", (8, 2, 2), (0.03, 0.015, 0.012)),
