@@ -13,6 +13,7 @@ from train_qwenimage import main
 
 import flow_grpo
 from flow_grpo.checkpoints import exports
+from flow_grpo.diffusers_patch.models.flux import Flux
 from flow_grpo.diffusers_patch.models.qwenimage import QwenImage
 from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.settings.sections import Config, Lora
@@ -152,6 +153,54 @@ def test_a_run_and_its_base_are_evaluated_with_the_lora_that_the_run_added(shall
     other = policies_to_compare.find_candidate(str(TINY), config, "best")
     assert other.config.lora.base == ""
     assert other.weights == "base"
+
+
+def one_layer(path, layer, **more):
+    """Write a LoRA of a layer of 64 numbers, with tensors beside it."""
+    draw = torch.Generator().manual_seed(0)
+    tensors = {
+        f"{layer}.lora_A.weight": torch.randn(2, 64, generator=draw),
+        f"{layer}.lora_B.weight": torch.randn(64, 2, generator=draw),
+    }
+    for name, tensor in more.items():
+        tensors[f"{layer}.{name}"] = tensor
+    save_file(tensors, path)
+    return tensors
+
+
+def test_alphas_that_fluxs_pipeline_leaves_to_its_caller_count(tmp_path):
+    file = tmp_path / "base.safetensors"
+    layer = "transformer_blocks.0.attn.to_q"
+    tensors = one_layer(file, f"transformer.{layer}", alpha=torch.tensor(8.0))
+    change = base_lora.read(file, Flux)[f"{layer}.weight"]
+    up = tensors[f"transformer.{layer}.lora_B.weight"]
+    down = tensors[f"transformer.{layer}.lora_A.weight"]
+    torch.testing.assert_close(change.up @ change.down, 8 / 2 * up @ down)
+
+
+def test_a_lora_that_diffusers_reads_in_part_or_without_its_scales_is_refused(tmp_path):
+    layer = "transformer_blocks.0.attn.to_q"
+    tensors = one_layer(tmp_path / "unknown_names.safetensors", layer)
+    for part, name in (("lora_A", "lora_down"), ("lora_B", "lora_up")):
+        tensors[f"{layer}.{name}.weight"] = tensors.pop(f"{layer}.{part}.weight")
+    save_file(tensors, tmp_path / "unknown_names.safetensors")
+    one_layer(tmp_path / "dora.safetensors", f"transformer.{layer}", dora_scale=torch.ones(64))
+    tensors = one_layer(tmp_path / "half.safetensors", f"transformer.{layer}", alpha=torch.tensor(8.0))
+    del tensors[f"transformer.{layer}.lora_B.weight"]
+    save_file(tensors, tmp_path / "half.safetensors")
+    tensors = one_layer(tmp_path / "alphas.safetensors", f"transformer.{layer}", alpha=torch.tensor(8.0))
+    for part in ("A", "B"):
+        tensors[f"transformer.{layer}2.lora_{part}.weight"] = tensors[f"transformer.{layer}.lora_{part}.weight"].clone()
+    save_file(tensors, tmp_path / "alphas.safetensors")
+    rows = []
+    for name, words in {
+        "unknown_names": ["diffusers reads 0 of its 1 layers"],
+        "dora": ["is a DoRA"],
+        "half": ["is not whole", "has no lora_B"],
+        "alphas": ["an alpha for some layers", f"{layer}2"],
+    }.items():
+        rows.append((name, lambda name=name: base_lora.read(tmp_path / f"{name}.safetensors", Flux), words))
+    assert_refused(rows)
 
 
 def test_what_is_no_lora_of_the_model_is_refused_before_anything_is_made(folder, tmp_path):

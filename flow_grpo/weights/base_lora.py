@@ -3,6 +3,7 @@
 It becomes a part of the frozen base: the run trains an adapter, or all weights, of the model that it makes.
 """
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +14,13 @@ from flow_grpo.base import checksums
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line
 from flow_grpo.diffusers_patch.flow_model import FlowModel
-from flow_grpo.weights import finite, lora_files
+from flow_grpo.weights import finite, lora_files, safetensors_reader
 from flow_grpo.weights.safetensors_reader import Shapes
 
 KEY = "config.lora.base"
 PREFIX = "transformer."
+# Ends of the names that programs give to A.
+DOWN = (".lora_A.weight", ".lora_down.weight", ".lora_A.default.weight", ".lora.down.weight")
 
 
 class Change(NamedTuple):
@@ -85,19 +88,56 @@ def _read_weights(file: Path, family: type[FlowModel]) -> dict[str, Tensor]:
 
 
 def _converted(file: Path, family: type[FlowModel]) -> dict[str, Tensor]:
-    """Return the weights of a file with another program's names, as diffusers reads it: the scale is in them."""
+    """Return the weights of a file with another program's names, as diffusers reads it."""
     place = in_one_line(file)
+    stored = safetensors_reader.header_of(file).shapes
+    if any("dora_scale" in name for name in stored):
+        raise UserError(f"{place} is a DoRA, whose scales diffusers leaves out: {lora_files.WAY_OUT}")
     try:
-        stored = family.PIPELINE.lora_state_dict(str(file))  # pyright: ignore[reportAttributeAccessIssue]  # a mixin's
+        named, alphas = _by_diffusers(file, family)
     except Exception as error:
         reason = f"{type(error).__name__}: {in_one_line(error, 200)}"
         raise UserError(f"{place} is no LoRA that diffusers' {family.PIPELINE.__name__} reads ({reason})") from error
     weights = {}
-    for name, weight in stored.items():
+    for name, weight in named.items():
         if lora_files.NAME.fullmatch(name) is None:
             raise UserError(f"{place} holds {name}, which is no part of a LoRA of a transformer alone")
         weights[name.removeprefix(PREFIX)] = weight.float()
+    layers = {name.split(".lora_")[0] for name in weights}
+    _check_whole(place, weights, layers, stored)
+    for layer in layers if alphas else ():
+        if layer not in alphas:
+            raise UserError(f"{place} has an alpha for some layers, and none for {layer}: {lora_files.WAY_OUT}")
+        weights[f"{layer}.lora_B.weight"] *= alphas[layer] / len(weights[f"{layer}.lora_A.weight"])
     problem = finite.problem_of_tensors(weights)
     if problem:
         raise UserError(f"{place} cannot be used: {problem}")
     return weights
+
+
+def _by_diffusers(file: Path, family: type[FlowModel]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return a file's weights by diffusers' names, and the alphas of their layers where the scale is not in them."""
+    pipeline: Any = family.PIPELINE
+    if "return_alphas" not in inspect.signature(pipeline.lora_state_dict).parameters:
+        return pipeline.lora_state_dict(str(file)), {}
+    # FLUX.1's pipeline takes alphas out of some files, and leaves them to its caller.
+    weights, left_alphas = pipeline.lora_state_dict(str(file), return_alphas=True)
+    alphas = {}
+    for name, alpha in (left_alphas or {}).items():
+        alphas[name.removeprefix(PREFIX).removesuffix(".alpha")] = float(alpha)
+    return weights, alphas
+
+
+def _check_whole(place: str, weights: dict[str, Tensor], layers: set[str], stored: Shapes) -> None:
+    """Raise UserError unless each layer has an A and a B, and there are as many layers as in the file, or more where it
+    has several as one: diffusers passes over names that it does not know."""
+    for layer in sorted(layers):
+        for part in ("lora_A", "lora_B"):
+            if f"{layer}.{part}.weight" not in weights:
+                raise UserError(f"{place} is not whole: {layer} has no {part}")
+    num_stored = len([name for name in stored if name.endswith(DOWN)])
+    if not layers or len(layers) < num_stored:
+        raise UserError(
+            f"{place}: diffusers reads {len(layers)} of its {num_stored} layers; name them all as diffusers' "
+            "transformer does"
+        )
