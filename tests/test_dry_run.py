@@ -144,6 +144,13 @@ def test_a_setting_that_costs_nothing_is_a_setting():
     assert {*measured.FREE, *measured.COST_WHERE_SET} <= {*table.BY_KEY}
 
 
+def test_where_compiled_blocks_are_kept_and_how_long_a_signal_waits_leave_a_run_measured():
+    run = config_of_type("pickscore_qwenimage")
+    row = measured.of_config(run)
+    assert row is not None
+    assert measured.of_config(replace(run, compile_cache="/kept", signal_grace_s=300.0)) == row
+
+
 def test_prompts_that_are_trained_on_and_evaluated_are_named():
     train_prompts = as_prompts(["a", "b", "c"])
     others = as_prompts(["d"])
