@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +21,9 @@ Value = TypeVar("Value")
 
 # Errors of one rank that all ranks raise as such, the first that fits; others travel as a RuntimeError.
 _SHARED_ERRORS = {"UserError": UserError, "WriteFailed": WriteFailed, "OSError": OSError}
+
+# Seconds in which gloo's threads let go of the last collectives.
+GLOO_ENDS_S = 0.1
 
 # Whether this process has left the other ranks for good.
 _is_withdrawn = False
@@ -59,9 +63,12 @@ def end_with_torchrun() -> None:
 
 def close() -> None:
     """Leave, all ranks together."""
-    # Under gloo a rank that leaves early aborts the others.
     if is_joined():
+        # Under gloo a rank that leaves early aborts the others.
         barrier()
+        # gloo's threads let go of the tensors of the last collectives a moment after these are done, and need the
+        # interpreter for it. Where it is ending by then, they abort the process, after a run that is complete.
+        time.sleep(GLOO_ENDS_S)
         dist.destroy_process_group()
 
 
