@@ -171,11 +171,16 @@ def test_images_of_other_proportions_than_what_they_edit_are_said():
 
 
 @pytest.mark.parametrize(("name", "drawn"), [("shapes_qwenimage", "images"), ("motions_wan", "videos")])
-def test_an_epoch_and_a_run_count_what_they_draw(name, drawn):
+def test_an_epoch_a_run_and_a_plan_count_what_they_draw(name, drawn):
     config = config_of(name)
     divided = plan(config)
-    assert f" {drawn}, at " in dry_run.epoch(table.typed(config), divided, "each GPU")
-    assert f" {drawn}, " in dry_run.run_length(table.typed(config), divided)
+    typed = table.typed(config)
+    assert f" {drawn}, at " in dry_run.epoch(typed, divided, "each GPU")
+    assert f" {drawn}, " in dry_run.run_length(typed, divided)
+    figures = dry_run.GpuFigures("estimated", 12.0, "24 GB", 0.5, 10.0, 1.0, 0.5)
+    lines = dry_run.gpu(typed, figures)
+    assert f"0.5 {drawn}/s of one" in lines[0]
+    assert f"0.5 {drawn}/s to be scored" in lines[-1]
 
 
 def test_test_prompts_are_counted_when_they_are_drawn():

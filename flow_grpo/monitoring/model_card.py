@@ -222,7 +222,6 @@ def facts(run: run_history.RunHistory, folder: Path) -> list[tuple[str, str]]:
     weights = "as trained: no averaging had begun"
     if updates >= config.train.ema_interval:
         weights = f"averaged (EMA, decay up to {config.train.ema_decay}, every {config.train.ema_interval} updates)"
-    drawn = "images" if config.frames == 1 else "videos"
     chosen = "the last"
     evaluation = best.read_best(run.folder) if folder.name == best.NAME else None
     if evaluation:
@@ -231,7 +230,7 @@ def facts(run: run_history.RunHistory, folder: Path) -> list[tuple[str, str]]:
     return [
         ("prompts", Path(config.dataset).name),
         ("rewards and weights", ", ".join(f"{name} {weight}" for name, weight in config.reward_fn.items())),
-        (f"epochs, updates, {drawn}", f"{len(epochs)}, {updates}, {int(last.get('images', 0))}"),
+        (f"epochs, updates, {config.drawn}", f"{len(epochs)}, {updates}, {int(last.get('images', 0))}"),
         ("weights", weights),
         ("chosen", chosen),
         ("seed", str(config.seed)),

@@ -162,13 +162,13 @@ def epoch(config: Config, plan: BatchPlan, processes: str) -> str:
     if plan.num_branches > 1:
         branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches"
     updates = _updates(config, plan)
-    drawn = f"images, at {training_size(config)} pixels (height x width)"
+    size = f"{training_size(config)} pixels (height x width)"
     if config.frames > 1:
-        drawn = f"videos, at {training_size(config)} (height x width x frames)"
+        size = f"{training_size(config)} (height x width x frames)"
     # A row is a trained step of an image or trunk; the branches of a step share it.
     rows = plan.num_groups * plan.group_size * plan.num_trained_steps // plan.updates_per_epoch
     return (
-        f"{plan.num_groups} prompts x {plan.group_size}{branches} = {plan.num_images:,} {drawn}, in "
+        f"{plan.num_groups} prompts x {plan.group_size}{branches} = {plan.num_images:,} {config.drawn}, at {size}, in "
         f"{plan.batches_per_epoch} batches of {plan.batch_size} on {processes}; {updates} updates of {rows:,} rows each"
     )
 
@@ -177,8 +177,7 @@ def run_length(config: Config, plan: BatchPlan) -> str:
     """Return the images and updates of the whole run in words."""
     num_images = config.num_epochs * plan.num_images
     num_updates = config.num_epochs * _updates(config, plan)
-    drawn = "images" if config.frames == 1 else "videos"
-    return f"{config.num_epochs} epochs: {num_images:,} {drawn}, {num_updates:,} updates"
+    return f"{config.num_epochs} epochs: {num_images:,} {config.drawn}, {num_updates:,} updates"
 
 
 def _updates(config: Config, plan: BatchPlan) -> int:
@@ -228,14 +227,15 @@ def gpu(config: Config, figures: GpuFigures) -> list[str]:
             parts.append("beside it what decoder and rewards keep for vae_batch_size images, which is not known here")
     if figures.images_per_s:
         parts.append(
-            f"{figures.images_per_s:.3g} images/s of one H200 or H100, so {figures.hours:.3g} hours without "
+            f"{figures.images_per_s:.3g} {config.drawn}/s of one H200 or H100, so {figures.hours:.3g} hours without "
             "evaluations and without waiting for rewards"
         )
     lines = [f"GPU, {figures.figures}: {'; '.join(parts)} ({PAGE})"]
     if config.evaluates and figures.evaluation_hours is not None:
         lines.append(f"evaluations, estimated: {rounded(figures.evaluation_hours)} hours on {gpus(config.dry_run)}")
     if figures.scored_images_per_s:
-        lines.append(f"rewards: {figures.scored_images_per_s:.3g} images/s to be scored while others are drawn")
+        scored = f"{figures.scored_images_per_s:.3g} {config.drawn}/s"
+        lines.append(f"rewards: {scored} to be scored while others are drawn")
     return lines
 
 

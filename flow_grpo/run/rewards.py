@@ -333,7 +333,7 @@ def _log(run: Run, epoch: int, rewards: Rewards) -> None:
     run.epoch_metrics["images"] = images_so_far + len(rewards.groups)
     if health.teaches_nothing(run.epoch_metrics, run.config):
         score = run.epoch_metrics["reward/avg"]
-        alike = f"all images score alike ({score:.4g} on average)"
+        alike = f"all {run.config.drawn} score alike ({score:.4g} on average)"
         run.board.say(f"epoch {epoch + 1}: in every group {alike}, so rewards teach nothing")
     compares = run.config.algorithm in COMPARED
     if epoch == 0 and compares and run.config.train.reward_aggregation == "sum":

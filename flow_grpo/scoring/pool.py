@@ -56,23 +56,24 @@ class Pool:
             self.scorers[name] = make_scorer(name, device, settings)
 
     def try_rewards(self, shape: tuple[int, ...], prompt: Prompt) -> None:
-        """Score a grey image by every reward, before any weight of the model is loaded, and print each one's scores.
+        """Score a grey image or video by every reward before any weight of the model is loaded; print what each gives.
         Raises UserError: a reward fails that must not.
 
         Args:
             shape: (3, H, W) of the model's images, or (f, 3, H, W) of its videos.
         """
         image = torch.full((1, *shape), 0.5, device=self.device)
+        tried = "a grey image" if len(shape) == 3 else "a grey video"
         for name, scorer in self.scorers.items():
             start_s = time.perf_counter()
             try:
                 scores = scorer.receive(self._send(scorer, image, [prompt]), [prompt])
             except RewardFailed as error:
-                raise UserError(f"{error}; tried on a grey image before anything is loaded") from error
+                raise UserError(f"{error}; tried on {tried} before anything is loaded") from error
             seconds = time.perf_counter() - start_s
             shown = ", ".join(f"{key} {value.item():.4g}" for key, value in scores.items())
             if distributed.is_main():
-                tqdm.write(f"reward {name} of a grey image, after {seconds:.2g} s: {shown}")
+                tqdm.write(f"reward {name} of {tried}, after {seconds:.2g} s: {shown}")
 
     def submit(self, images: Tensor, prompts: list[Prompt], everything: bool = False) -> Pending:
         """Begin to score B images [B, 3, H, W] or videos [B, f, 3, H, W] in [0, 1]; waits only while MAX_PENDING images

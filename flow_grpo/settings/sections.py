@@ -651,6 +651,11 @@ class Config(Section):
         return bool(self.eval_freq and self.eval.num_prompts)
 
     @property
+    def drawn(self) -> str:
+        """Return the word for what is drawn."""
+        return "images" if self.frames == 1 else "videos"
+
+    @property
     def watched_rewards(self) -> list[str]:
         """Return the rewards that evaluations measure beside those that are trained on."""
         return [name for name in self.eval.rewards if name not in self.reward_fn]
