@@ -1,6 +1,7 @@
 """lora.base: a LoRA that becomes a part of the frozen weights, whatever program wrote it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,6 +154,20 @@ def test_a_run_and_its_base_are_evaluated_with_the_lora_that_the_run_added(shall
     other = policies_to_compare.find_candidate(str(TINY), config, "best")
     assert other.config.lora.base == ""
     assert other.weights == "base"
+
+
+def test_a_lora_that_was_trained_on_another_base_is_named(shallow, tmp_path, few_step_base, capsys):
+    settings = shallow | ONE | dict(lora__rank=4)
+    with_best = settings | dict(eval_freq=1, eval__num_prompts=1)
+    run = train(WINDOW, tmp_path / "runs", **with_best, lora__base=str(few_step_base))
+    said = f"{run} was trained with lora.base {few_step_base}, this run is without lora.base"
+    assert said not in capsys.readouterr().out
+    train(WINDOW, tmp_path / "on", **settings, lora__path=str(run))
+    assert said in capsys.readouterr().out
+    best = Lora(path=str(run / "best"))
+    assert base_lora.other_bases(best, ()).startswith(f"{run / 'best'} was trained with lora.base")
+    assert base_lora.other_bases(replace(best, base=str(few_step_base)), (str(run),)) == ""
+    assert base_lora.other_bases(Lora(path=str(few_step_base)), ()) == ""
 
 
 def one_layer(path, layer, **more):

@@ -20,6 +20,7 @@ from flow_grpo.plan import estimate, forwards, measured
 from flow_grpo.run.run import Experiment
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
+from flow_grpo.weights import base_lora
 
 PAGE = "docs/reference/will_it_fit.md"
 
@@ -151,6 +152,7 @@ def describe(experiment: Experiment, num_extra: int) -> str:
         _licence(config.model),
         overlap_notice(prompts.train, prompts.evaluated),
         stretch_notice(prompts.example, training_size(config)),
+        base_lora.other_bases(config.lora, config.train.teachers),
         checks.caution(config),
     ]
     return "\n".join(line for line in lines if line)

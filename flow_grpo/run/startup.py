@@ -37,7 +37,7 @@ from flow_grpo.scoring.pool import Pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config, Train
-from flow_grpo.weights import fsdp_utils, load_weights, model_files, modulation, policies, quantisation
+from flow_grpo.weights import base_lora, fsdp_utils, load_weights, model_files, modulation, policies, quantisation
 from flow_grpo.weights.ema import Ema
 
 
@@ -122,6 +122,7 @@ def _say_first_lines(run: Run) -> None:
     run.board.say(loading.caution(run.pipeline.scheduler))
     run.board.say(dry_run.overlap_notice(run.prompts.train, run.prompts.evaluated))
     run.board.say(dry_run.stretch_notice(run.prompts.example, run.size))
+    run.board.say(base_lora.other_bases(config.lora, config.train.teachers))
     run.board.say(checks.caution(config))
     if config.evaluates and run.prompts.choosing.name == "test":
         run.board.say(f"{config.dataset} has no validation prompts: the test prompts choose the best policy, too")

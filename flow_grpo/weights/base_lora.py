@@ -14,6 +14,8 @@ from flow_grpo.base import checksums
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line
 from flow_grpo.diffusers_patch.flow_model import FlowModel
+from flow_grpo.settings import stored_config, table
+from flow_grpo.settings.sections import Lora
 from flow_grpo.weights import finite, lora_files, safetensors_reader
 from flow_grpo.weights.safetensors_reader import Shapes
 
@@ -62,6 +64,36 @@ def read(path: Path | str, family: type[FlowModel]) -> Changes:
             up = weights[name.replace(".lora_A.", ".lora_B.")]
             changes[name.replace(".lora_A.", ".")] = Change(down, up)
     return changes
+
+
+def other_bases(lora: Lora, teachers: tuple[str, ...]) -> str:
+    """Name the LoRAs that a run begins with or learns from and that other runs trained on another lora.base; "" where
+    there is none."""
+    here = _words(lora.base)
+    trained_elsewhere = []
+    for path in (lora.path, *teachers):
+        base = _base_of_run(path)
+        if base is not None and base != lora.base:
+            trained_elsewhere.append(f"{in_one_line(path)} was trained {_words(base)}")
+    if not trained_elsewhere:
+        return ""
+    return f"{'; '.join(trained_elsewhere)}, this run is {here}: there its adapter changes other weights"
+
+
+def _words(base: str) -> str:
+    return f"with lora.base {in_one_line(base)}" if base else "without lora.base"
+
+
+def _base_of_run(path: str) -> str | None:
+    """Return lora.base of the run that exported a LoRA; None where no run's folder has it."""
+    if not path:
+        return None
+    folder = lora_files.find_file(path).parent
+    # A run's folder, or best/ in it.
+    for place in (folder, folder.parent):
+        if (place / "config.json").is_file() and (place / "metrics.jsonl").is_file():
+            return table.of_stored(stored_config.read(place / "config.json")).lora.base
+    return None
 
 
 def check(path: Path | str, transformer: nn.Module, family: type[FlowModel], model: str) -> None:
