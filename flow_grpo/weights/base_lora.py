@@ -85,10 +85,14 @@ def _words(base: str) -> str:
 
 
 def _base_of_run(path: str) -> str | None:
-    """Return lora.base of the run that exported a LoRA; None where no run's folder has it."""
+    """Return lora.base of the run that exported a LoRA; None where no run's folder has it, or it is not there."""
     if not path:
         return None
-    folder = lora_files.find_file(path).parent
+    # A plan needs no file of a teacher.
+    try:
+        folder = lora_files.find_file(path).parent
+    except UserError:
+        return None
     # A run's folder, or best/ in it.
     for place in (folder, folder.parent):
         if (place / "config.json").is_file() and (place / "metrics.jsonl").is_file():
