@@ -22,7 +22,7 @@ from small import command_of, config_of, few_prompts, flip_a_bit, lines_of, perm
 from two_ranks import done, launch
 
 from flow_grpo import rewards
-from flow_grpo.base import checksums, folders
+from flow_grpo.base import checksums, folders, locations
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.command_line import checks
 from flow_grpo.data import prompts
@@ -615,6 +615,34 @@ def test_files_that_lie_beside_pairs_are_no_inputs(read_files, tmp_path):
     config, files = read_files
     (files["preferences.path"].parent / "notes.parquet").write_text("of somebody")
     assert [*inputs_of(config, tmp_path).preferences_path] == ["train_00000.parquet"]
+
+
+def shipped_rewards():
+    """Each shipped reward and its file."""
+    files = {name: rewards.reward_file(name) for name in rewards.reward_names()}
+    return {name: file for name, file in files.items() if file and file.is_relative_to(locations.PACKAGE)}
+
+
+def test_each_text_of_a_shipped_reward_is_said_to_score_as_the_one_before_or_not():
+    """A text that scores alike is appended to the reward's list; one that scores otherwise begins a list anew."""
+    texts = json.loads(input_files.REWARD_TEXTS.read_text())
+    digests = checksums.file_digests(shipped_rewards())
+    assert {name: of_reward[-1] for name, of_reward in texts.items()} == digests
+
+
+def test_a_shipped_reward_whose_comments_changed_scores_as_before(read_files, tmp_path, monkeypatch):
+    texts = tmp_path / "reward_texts.json"
+    monkeypatch.setattr(input_files, "REWARD_TEXTS", texts)
+    digest = checksums.file_digest(shipped_rewards()["shapes"])
+    read_files[0].reward_fn = {"shapes": 1.0}
+    texts.write_text(json.dumps({"shapes": ["older", digest]}))
+    current = inputs_of(read_files[0], tmp_path)
+    stored = current._replace(rewards={"shapes": "older"})
+    assert input_files.compare_inputs(stored, current, 3, accepts=False) == (current, [])
+    assert current.of_figures() == stored.of_figures()
+    texts.write_text(json.dumps({"shapes": [digest]}))
+    _, notices = input_files.compare_inputs(stored, inputs_of(read_files[0], tmp_path), 3, accepts=False)
+    assert notices == ["the file of reward shapes has changed: scores from before cannot be compared"]
 
 
 @pytest.mark.parametrize("changed", ["shapes", "neighbourly", "neighbourly (beside_it.py)"])

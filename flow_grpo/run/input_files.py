@@ -37,6 +37,9 @@ PLACES = {
 }
 FREE_IN_BRANCH = ("dataset", "preferences_path", "train_data", "sources")
 
+# Of each shipped reward the digests of its file's texts that score alike, the oldest first, the file's own last.
+REWARD_TEXTS = locations.PACKAGE / "assets" / "reward_texts.json"
+
 
 class Inputs(NamedTuple):
     """Digests of the files of each part by their names; {} where there is nothing to compare."""
@@ -83,7 +86,7 @@ def current_inputs(
         lora_path=_adapter_digests(config.lora.path, digests_file),
         lora_base=_adapter_digests(config.lora.base, digests_file),
         preferences_path=_pair_digests(config.preferences.path, digests_file),
-        rewards=checksums.file_digests(_reward_files(config), digests_file),
+        rewards=_reward_digests(config, digests_file),
         train_teachers=teachers,
         train_data=_image_digests(config.train.data, digests_file),
         sources=checksums.file_digests(_sources_of(prompt_files), digests_file),
@@ -123,6 +126,16 @@ def _reward_files(config: Config) -> dict[str, Path]:
             if path not in files.values():
                 imported[f"{name} ({place})"] = path
     return files | imported
+
+
+def _reward_digests(config: Config, digests_file: Path) -> dict[str, str]:
+    """Digests of the rewards' files. A shipped file whose comments or names alone have changed since has the digest of
+    its oldest text, so that scores from before are compared."""
+    digests = checksums.file_digests(_reward_files(config), digests_file)
+    for name, texts in json.loads(REWARD_TEXTS.read_text(encoding="utf-8")).items():
+        if digests.get(name) in texts:
+            digests[name] = texts[0]
+    return digests
 
 
 def compare_inputs(
