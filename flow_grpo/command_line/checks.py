@@ -30,7 +30,7 @@ BASES = {  # sample.rollout_weights -> the values of base_precision beneath it
 
 
 def _always(config: Config) -> bool:
-    """Return that a script needs the data set, whatever its config."""
+    """Return True: most scripts need the data set, whatever their config."""
     return True
 
 

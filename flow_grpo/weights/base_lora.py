@@ -141,10 +141,8 @@ def _converted(file: Path, family: type[FlowModel]) -> dict[str, Tensor]:
         weights[name.removeprefix(PREFIX)] = weight.float()
     layers = {name.split(".lora_")[0] for name in weights}
     _check_whole(place, weights, layers, stored)
-    for layer in layers if alphas else ():
-        if layer not in alphas:
-            raise UserError(f"{place} has an alpha for some layers, and none for {layer}: {lora_files.WAY_OUT}")
-        weights[f"{layer}.lora_B.weight"] *= alphas[layer] / len(weights[f"{layer}.lora_A.weight"])
+    if alphas:
+        _scale(place, weights, layers, alphas)
     problem = finite.problem_of_tensors(weights)
     if problem:
         raise UserError(f"{place} cannot be used: {problem}")
@@ -162,6 +160,15 @@ def _by_diffusers(file: Path, family: type[FlowModel]) -> tuple[dict[str, Tensor
     for name, alpha in (left_alphas or {}).items():
         alphas[name.removeprefix(PREFIX).removesuffix(".alpha")] = float(alpha)
     return weights, alphas
+
+
+def _scale(place: str, weights: dict[str, Tensor], layers: set[str], alphas: dict[str, float]) -> None:
+    """Multiply each layer's B by alpha / rank. Raise UserError for a layer without an alpha."""
+    for layer in sorted(layers):
+        if layer not in alphas:
+            raise UserError(f"{place} has an alpha for some layers, and none for {layer}: {lora_files.WAY_OUT}")
+        rank = len(weights[f"{layer}.lora_A.weight"])
+        weights[f"{layer}.lora_B.weight"] *= alphas[layer] / rank
 
 
 def _check_whole(place: str, weights: dict[str, Tensor], layers: set[str], stored: Shapes) -> None:
