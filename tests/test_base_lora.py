@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import evaluate
 import pytest
 import torch
 from diffusers import QwenImagePipeline
@@ -155,6 +156,11 @@ def test_a_run_and_its_base_are_evaluated_with_the_lora_that_the_run_added(shall
     assert other.config.lora.base == ""
     assert other.weights == "base"
 
+    # --model is the base of a policy that is a LoRA alone.
+    flags = [str(run), "--weights", "last", "--model", str(TINY)]
+    _, common = evaluate.configured(evaluate.parser().parse_args(flags))
+    assert (common.model, common.lora.base) == (str(TINY), "")
+
 
 def test_a_lora_that_was_trained_on_another_base_is_named(shallow, tmp_path, few_step_base, capsys):
     settings = shallow | ONE | dict(lora__rank=4)
@@ -199,6 +205,10 @@ def test_a_lora_that_diffusers_reads_in_part_or_without_its_scales_is_refused(tm
     for part, name in (("lora_A", "lora_down"), ("lora_B", "lora_up")):
         tensors[f"{layer}.{name}.weight"] = tensors.pop(f"{layer}.{part}.weight")
     save_file(tensors, tmp_path / "unknown_names.safetensors")
+    tensors = {}
+    for name in ("lora_unet_double_blocks_0_img_attn_proj", "unknown"):
+        tensors |= {f"{name}.lora_down.weight": torch.ones(2, 64), f"{name}.lora_up.weight": torch.ones(64, 2)}
+    save_file(tensors, tmp_path / "half_known.safetensors")
     one_layer(tmp_path / "dora.safetensors", f"transformer.{layer}", dora_scale=torch.ones(64))
     tensors = one_layer(tmp_path / "half.safetensors", f"transformer.{layer}", alpha=torch.tensor(8.0))
     del tensors[f"transformer.{layer}.lora_B.weight"]
@@ -210,6 +220,7 @@ def test_a_lora_that_diffusers_reads_in_part_or_without_its_scales_is_refused(tm
     rows = []
     for name, words in {
         "unknown_names": ["diffusers reads 0 of its 1 layers"],
+        "half_known": ["diffusers reads 1 of its 2 layers"],
         "dora": ["is a DoRA"],
         "half": ["is not whole", "has no lora_B"],
         "alphas": ["an alpha for some layers", f"{layer}2"],

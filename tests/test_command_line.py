@@ -264,10 +264,23 @@ def test_ctrl_c_is_one_sentence_of_rank_0_that_says_how_to_go_on(main, rank, cap
             with pytest.raises(SystemExit), command_line.sentences():
                 raise error
             assert capsys.readouterr().err.endswith(f": a server is away; {way}\n")
+        with pytest.raises(SystemExit), command_line.sentences("a way of its own"):
+            raise KeyboardInterrupt
+        way = "a way of its own"
+        assert capsys.readouterr().err == ("" if rank == "1" else f"train_qwenimage.py: stopped by Ctrl-C; {way}\n")
     finally:
         signal.signal(signal.SIGINT, before)
         folders.release(tmp_path)
     assert ended.value.code == 130
+
+
+def test_an_error_names_the_variant_that_has_set_its_setting_and_not_the_command_line():
+    file = "config/grpo.py:shapes_qwenimage,flash"
+    config = command_line.config_of(["--config", file, "--config.height=17"], DEFAULT)
+    by_variant = UserError("config.sample.flash_ratio is 0.4")
+    assert help_text.culprit(by_variant, file, config) == "; flash has set sample.flash_ratio"
+    for sentence in ("config.height is 17", "no setting is to blame"):
+        assert help_text.culprit(UserError(sentence), file, config) == ""
 
 
 def test_what_is_shipped_is_found_from_any_directory_and_in_the_assets_of_an_installed_package(tmp_path, monkeypatch):

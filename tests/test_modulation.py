@@ -13,6 +13,7 @@ from test_models import assert_begins_exact
 from test_ranks import HOW, on_two_ranks
 from test_ranks import assert_same as assert_runs_alike
 
+import flow_grpo
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
 from flow_grpo.command_line import checks
@@ -140,6 +141,13 @@ def test_an_update_at_other_timesteps_ends_the_run_and_says_why(shallow, tmp_pat
         FloatingPointError, match="precompute_modulation gives NaN at a timestep that is in no schedule"
     ):
         train_qwenimage_nft.main(config, rollout=rollout)
+
+
+def test_a_notebooks_policies_of_a_run_with_tables_take_any_number_of_steps(shallow, tmp_path):
+    run = train("shapes_qwenimage", tmp_path, **shallow, num_epochs=1, eval_freq=0, **TABLES)
+    for weights in ("last", "base"):
+        model = flow_grpo.load_run(run, weights, "cpu").model
+        assert len(model.schedule(7, size_of("qwenimage")).timesteps) == 7
 
 
 @torch.no_grad()

@@ -32,8 +32,8 @@ ONE = {"a": 1.0}
 # A reward that is 1 for one of four images of noise, and 0 for the others.
 COIN = """
 RANGE = (0.0, 1.0)
-def load(device):
-    return lambda images, *_: (50 * images.mean((1, 2, 3)) % 1 > 0.75).float()
+def load(device, least=0.75):
+    return lambda images, *_: (50 * images.mean((1, 2, 3)) % 1 > least).float()
 """
 NAME = "shapes_qwenimage,signal"
 HOW = dict(num_epochs=4, eval_freq=0, save_freq=1, sample__num_images_per_prompt=8, sample__batch_size=4)
@@ -275,8 +275,10 @@ def test_a_branch_goes_on_with_what_its_parent_has_seen_but_not_under_other_rewa
     seen = progress_of(parent, 1)["prompt_signals"]
     same = train(NAME, tmp_path, **how, run_name="same")
     assert progress_of(same, 1)["prompt_signals"] == seen
-    other = train(NAME, tmp_path, **how | dict(reward_fn__shapes=1.0), run_name="other")
-    assert progress_of(other, 1)["prompt_signals"] == {}
+    changes = {"other": dict(reward_fn__shapes=1.0), "fairer": dict(reward__args={"coin": {"least": 0.5}})}
+    for name, changed in changes.items():
+        branch = train(NAME, tmp_path, **how | changed, run_name=name)
+        assert progress_of(branch, 1)["prompt_signals"] == {}
 
 
 def test_the_training_reward_raises_no_alarm_where_prompts_become_harder(coins, tmp_path):

@@ -50,6 +50,12 @@ def test_a_name_of_another_program_is_answered_with_its_row_and_no_other_setting
             assert "vae_batch_size" not in message
 
 
+def test_of_a_name_with_many_counterparts_two_are_said():
+    counterparts = {row.ours for row in unknown_names.rows() if row.name.endswith("train_batch_size")}
+    assert len(counterparts) > 2
+    assert unknown_names.of_other_program("train_batch_size").count(" is config.") == 2
+
+
 @pytest.mark.parametrize(
     ("line", "key"),
     [
@@ -150,7 +156,7 @@ FILES = [  # what a file holds, how its run is named, words of the sentence
     ("\nRUNS = (later,)\n", "own.py", ["own.py, line 2: NameError", "'later'"]),
     ("config.seed = 1\n", "own.py", ["own.py, line 1: NameError", "'config'"]),
     ("import no_such_module\n", "own.py", ["own.py, line 1", "no_such_module"]),
-    ("\n\ndef broken(:\n", "own.py", ["own.py, line 3", "SyntaxError"]),
+    ("\n\ndef broken(:\n", "own.py", ["own.py, line 3: SyntaxError"]),
     ("train:\n  beta: 0\n", "own.yaml", ["own.yaml is no Python file", "docs/reference/coming_from.md"]),
 ]  # fmt: skip
 
