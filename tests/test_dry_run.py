@@ -120,6 +120,16 @@ def test_a_measured_run_is_for_the_card_that_it_was_measured_on():
         assert row.card.endswith(card)
 
 
+def test_what_was_measured_holds_for_other_weights_of_the_same_sizes():
+    known = measured.of_config(replace(config_of_type("pickscore_qwenimage,large_gpu"), dry_run=1))
+    newer = replace(config_of_type("pickscore_qwenimage_2512,large_gpu"), dry_run=1)
+    assert known is not None
+    assert measured.of_config(newer) == known
+    # Editing weights have the transformer of an image model, and see sources as well; 2.1 has another class.
+    for other in ("Qwen/Qwen-Image-Edit-2509", "Qwen/Qwen-Image-2.1", "a folder"):
+        assert measured.of_config(replace(newer, model=other)) is None
+
+
 def config_of_type(name):
     """Typed settings of a published run."""
     return table.typed(config_files.load(f"{ROOT}/config/grpo.py:{name}"))

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from flow_grpo.base import locations
+from flow_grpo.plan import sketch
 from flow_grpo.settings import config_files, table
 from flow_grpo.settings.sections import Config
 
@@ -100,6 +101,8 @@ def _differences(config: Config, known: Config, gpus: int) -> list[str]:
         here = values.get(key)
         there = known_values.get(key)
         if key in COST_WHERE_SET and bool(here) == bool(there):
+            continue
+        if key == "model" and sketch.have_same_sizes(config.model, known.model):
             continue
         if here != there:
             differences.append(key)

@@ -18,6 +18,14 @@ def transformer_sizes(hub_id: str) -> dict:
     return json.loads(FILE.read_text())[hub_id]
 
 
+def have_same_sizes(model: str, other: str) -> bool:
+    """Return whether two models are published weights of one class and of one size, as Qwen-Image's of two months."""
+    one, another = registry.published(model), registry.published(other)
+    if one is None or another is None or one.model != another.model:
+        return False
+    return transformer_sizes(one.hub_id) == transformer_sizes(another.hub_id)
+
+
 def source_sizes(pipeline_class: type[DiffusionPipeline]) -> dict[str, int]:
     """Return the numbers of pixels at which published weights see a source, by the pipeline's names of them. They are
     its defaults; a tiny model has smaller ones."""
