@@ -53,7 +53,7 @@ def large_gpu(config: ConfigDict) -> ConfigDict:
     """
     config.sample.batch_size = 8
     config.fsdp.activation_checkpointing = 0.5
-    if _edits(config):
+    if _entry_of(config).edits:
         config.sample.batch_size = 4
         config.fsdp.activation_checkpointing = 1.0
     # Full weights have no adapter to merge.
@@ -77,10 +77,12 @@ def gpu_80gb(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def _edits(config: ConfigDict) -> bool:
-    """Return whether the model takes images to be edited; it need not be on this machine."""
+def _entry_of(config: ConfigDict) -> registry.Entry:
+    """Return the registry's entry of the model, which need not be on this machine; Qwen-Image's for one that is not
+    known."""
     entry = registry.entry_of(config.model) or registry.entry_of(registry.tiny_like(config.model))
-    return entry is not None and entry.edits
+    assert entry is not None, "each shipped model has an entry"
+    return entry
 
 
 def signal(config: ConfigDict) -> ConfigDict:
@@ -184,10 +186,10 @@ def _replace_task(config: ConfigDict) -> None:
     Prompts have images to be edited where the model takes such, and ask for motions where it draws videos.
     """
     task = SHAPES
-    entry = registry.entry_of(config.model)
-    if entry is not None and entry.edits:
+    entry = _entry_of(config)
+    if entry.edits:
         task = EDITS
-    if entry is not None and entry.videos:
+    if entry.videos:
         task = MOTIONS
     if not Path(locations.resolve(config.dataset)).is_dir():
         config.dataset = task.dataset

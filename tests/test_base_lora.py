@@ -170,6 +170,9 @@ def test_a_lora_that_was_trained_on_another_base_is_named(shallow, tmp_path, few
     assert said not in capsys.readouterr().out
     train(WINDOW, tmp_path / "on", **settings, lora__path=str(run))
     assert said in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        train(WINDOW, tmp_path / "planned", **settings, lora__path=str(run), dry_run=1)
+    assert said in capsys.readouterr().out
     best = Lora(path=str(run / "best"))
     assert base_lora.other_bases(best, ()).startswith(f"{run / 'best'} was trained with lora.base")
     assert base_lora.other_bases(replace(best, base=str(few_step_base)), (str(run),)) == ""

@@ -98,6 +98,14 @@ def test_a_reward_that_takes_videos_gets_them_whole_and_an_image_as_one_frame(po
     torch.testing.assert_close(scores["mine"], torch.zeros(3))
 
 
+def test_rewards_are_tried_on_what_the_model_draws(pool_of, capsys):
+    pool = pool_of(brightness)
+    for shape, tried in ((9, 3, 16, 16), "a grey video"), ((3, 16, 16), "a grey image"):
+        pool.try_rewards(shape, Prompt("a red circle"))
+        shown = capsys.readouterr()
+        assert f"reward mine of {tried}, after " in shown.out + shown.err
+
+
 def test_a_video_one_of_whose_frames_has_no_score_has_none(pool_of):
     scores = pool_of(dark_fails, frames=2, max_masked_share=0.5).submit(brightening(), PROMPTS)()
     assert scores["mine"].isnan().tolist() == [True, False, False]
