@@ -77,7 +77,7 @@ def other_bases(lora: Lora, teachers: tuple[str, ...]) -> str:
             trained_elsewhere.append(f"{in_one_line(path)} was trained {_words(base)}")
     if not trained_elsewhere:
         return ""
-    return f"{'; '.join(trained_elsewhere)}, this run is {here}: there its adapter changes other weights"
+    return f"{'; '.join(trained_elsewhere)}, this run is {here}: an adapter fits the weights that it was trained on"
 
 
 def _words(base: str) -> str:
