@@ -20,7 +20,8 @@ def transformer_sizes(hub_id: str) -> dict:
 
 def have_same_sizes(model: str, other: str) -> bool:
     """Return whether two models are published weights of one class and of one size, as Qwen-Image's of two months."""
-    one, another = registry.published(model), registry.published(other)
+    one = registry.published(model)
+    another = registry.published(other)
     if one is None or another is None or one.model != another.model:
         return False
     return transformer_sizes(one.hub_id) == transformer_sizes(another.hub_id)
