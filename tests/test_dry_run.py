@@ -18,6 +18,7 @@ from flow_grpo.diffusers_patch.sampling_params import of_validation
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.plan import estimate, forwards, measured, row_cost, sketch
 from flow_grpo.run import dry_run
+from flow_grpo.run.run import Experiment, Prompts
 from flow_grpo.settings import config_files, table
 
 
@@ -178,6 +179,28 @@ def test_images_of_other_proportions_than_what_they_edit_are_said():
     assert dry_run.stretch_notice(prompt, Size(height=64, width=96)) != ""
     assert dry_run.stretch_notice(Prompt("a red circle"), Size(height=64, width=64)) == ""
     assert dry_run.stretch_notice(None, Size(height=64, width=64)) == ""
+
+
+def padding_notice_of(name, most_tokens, **changes):
+    config = config_of(name, **changes)
+    typed = replace(table.typed(config), dry_run=1)
+    family = model_classes.resolve(registry.tiny_like(config.model), "")
+    prompts = Prompts([], Split("test", []), Split("test", []), [], True, [], [], most_tokens)
+    return dry_run.padding_notice(Experiment(typed, family, plan(config), prompts))
+
+
+def test_the_width_of_text_is_named_that_spares_forwards_with_a_log_prob_their_padding():
+    assert "41 tokens" in padding_notice_of("shapes_qwenimage", 41, text_tokens=128)
+    assert "config.text_tokens=48 " in padding_notice_of("shapes_qwenimage", 41, text_tokens=128)
+    # At 64 px an image has 16 tokens: a third of the row is padding with 32, nothing with 16.
+    assert "config.text_tokens=16 " in padding_notice_of("shapes_qwenimage", 16, text_tokens=32)
+    assert padding_notice_of("shapes_qwenimage", 17, text_tokens=32) == ""
+    # Few of the 4,096 + 128 tokens at 1024 px are padding.
+    assert padding_notice_of("shapes_qwenimage", 41, text_tokens=128, height=1024, width=1024) == ""
+    # No forward has a log-prob, the model sees its padding, prompts were not counted.
+    assert padding_notice_of("shapes_qwenimage_nft", 41, text_tokens=128) == ""
+    assert padding_notice_of("motions_wan", 41, text_tokens=128) == ""
+    assert padding_notice_of("shapes_qwenimage", 0, text_tokens=128) == ""
 
 
 @pytest.mark.parametrize(("name", "drawn"), [("shapes_qwenimage", "images"), ("motions_wan", "videos")])

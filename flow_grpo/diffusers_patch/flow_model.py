@@ -209,17 +209,20 @@ class FlowModel(ABC):
         Needs no weight."""
         return ()
 
-    def check_prompts(self, prompts: list[Prompt], width: int | None) -> None:
-        """Raise UserError for a prompt of more tokens than `encode` keeps at this width. Needs tokenizers only."""
+    def check_prompts(self, prompts: list[Prompt], width: int | None) -> int:
+        """Return the tokens of the longest prompt. Raise UserError for one of more tokens than `encode` keeps at this
+        width. Needs tokenizers only."""
         if width is None or (self.CUTS_PADDING and width >= self.TEXT_TOKENS):
             most = self.TEXT_TOKENS
             limit = f"the {self.TEXT_TOKENS} that its pipeline reads"
         else:
             most = width
             limit = f"config.text_tokens = {width}"
+        longest_count = 0
         too_long: dict[str, int] = {}
         for prompt in prompts:
             count = self.num_text_tokens(prompt)
+            longest_count = max(longest_count, count)
             if count > most:
                 too_long[prompt.text] = count
         if too_long:
@@ -228,6 +231,7 @@ class FlowModel(ABC):
                 f"{len(too_long)} prompts have more tokens than {limit}; the longest has {too_long[longest]}: "
                 f"{quoted(longest)}"
             )
+        return longest_count
 
     @abstractmethod
     def num_text_tokens(self, prompt: Prompt) -> int:

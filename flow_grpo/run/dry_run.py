@@ -36,6 +36,10 @@ OUT_OF_MEMORY = "out of memory"
 # Most by which the proportions of an image may differ from those of what it edits.
 MOST_STRETCH = 1.1
 
+# Widths of text that are named are multiples of this; the least share of padding in a row's tokens for which one is.
+TEXT_STEP = 16
+LEAST_PADDING = 0.03
+
 # Of a file of the cache, at most.
 HEADER_BYTES = 600
 GB = 1e9
@@ -152,6 +156,7 @@ def describe(experiment: Experiment, num_extra: int) -> str:
         _licence(config.model),
         overlap_notice(prompts.train, prompts.evaluated),
         stretch_notice(prompts.example, training_size(config)),
+        padding_notice(experiment),
         base_lora.other_bases(config.lora, config.train.teachers),
         checks.caution(config),
     ]
@@ -451,6 +456,25 @@ def stretch_notice(prompt: Prompt | None, size: Size) -> str:
     return (
         f"sources such as that of {quoted(prompt.text)} have {width} x {height} pixels, images {size.width} x "
         f"{size.height}: what is edited comes out stretched; set config.width and config.height in their proportions"
+    )
+
+
+def padding_notice(experiment: Experiment) -> str:
+    """Name the width of text that all prompts fit into, where forwards with a log-prob have many tokens of padding.
+
+    Other forwards leave padding out by themselves, as sample.text_multiple says.
+    """
+    config, family, plan, prompts = experiment
+    has_exact = forwards.of_epoch(config, plan, family).exact > 0
+    if not family.CUTS_PADDING or not has_exact or not prompts.most_tokens:
+        return ""
+    width = math.ceil(prompts.most_tokens / TEXT_STEP) * TEXT_STEP
+    image_tokens = family.without_weights(config.model).num_tokens(training_size(config))
+    if config.text_tokens - width < LEAST_PADDING * (image_tokens + config.text_tokens):
+        return ""
+    return (
+        f"the longest prompt has {prompts.most_tokens} tokens, which forwards with a log-prob pad to "
+        f"{config.text_tokens}: config.text_tokens={width} makes them shorter"
     )
 
 

@@ -48,6 +48,7 @@ class Prompts(NamedTuple):
     drawn: bool  # whether images of the training prompts are made; not where they are stored
     files: list[prompts.PromptFile]  # of the data set, those that were opened
     data: list[CaptionedImage]  # of train.data; [] without it
+    most_tokens: int = 0  # of text, of all of them; 0 = not counted
 
     @property
     def example(self) -> Prompt | None:

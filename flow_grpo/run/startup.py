@@ -350,8 +350,8 @@ def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[P
     rewards.check_prompts(config.reward_fn, scored, config.eval.rewards)
     encoded = scored + [image.prompt for image in run_prompts.data]
     model.check_sources(encoded)
-    model.check_prompts(encoded, config.text_tokens)
-    return run_prompts
+    most_tokens = model.check_prompts(encoded, config.text_tokens)
+    return run_prompts._replace(most_tokens=most_tokens)
 
 
 def _check_family(config: Config, family: type[FlowModel]) -> None:
