@@ -315,7 +315,7 @@ def test_a_run_with_an_alarm_says_so_once_and_goes_on_or_stops_with_everything_s
         assert line["health/action_taken"] == (1 if epoch == 0 else 0)
         assert line["alarms"] == "the test rings"
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "the test rings" in line]
-    assert "epoch 1: " in said
+    assert said.startswith("ALARM, epoch 1: ")
     assert f"config.health.action {action!r}" in said
     assert (folder / "checkpoints" / f"epoch_00000{epochs}").is_dir()
     assert (folder / "reward.png").is_file()

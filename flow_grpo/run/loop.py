@@ -72,7 +72,7 @@ def judge_health(run: Run, epoch: int) -> None:
     new_alarms = {alarm.name for alarm in verdict.alarms} - {alarm.name for alarm in run.alarms}
     if verdict.act or new_alarms:
         sentences = "; ".join(alarm.sentence for alarm in verdict.alarms)
-        text = f"epoch {epoch + 1}: {sentences}. What config.health.action {action!r} does: {done}"
+        text = f"ALARM, epoch {epoch + 1}: {sentences}. config.health.action {action!r}: {done}"
         run.board.say(text)
         run.board.say(alerts.send(run.config.alert, f"{run.folder.name}: {text}"))
     run.alarms = verdict.alarms
