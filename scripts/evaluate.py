@@ -7,7 +7,7 @@ A policy is a run's folder (its best weights, or --weights last), a folder with 
 model. A run is evaluated with the settings of its config.json; what is no run, with those of the first run, or else the
 defaults. Prompts, rewards and seeds are the first run's for all. Flags override each of them. Without flags a run
 scores what its own test scored, to the last digit on a CPU. The output folder holds scores.json, table.md and a contact
-sheet for each row of the table. docs/design/evaluation.md has examples.
+sheet for each row of the table. docs/howto/evaluate.md has examples.
 """
 
 import argparse

@@ -89,7 +89,8 @@ def size(config) -> tuple[str, str]:
     images = f"{sample.num_prompts_per_epoch} x {sample.num_images_per_prompt}"
     if sample.num_branches > 1:
         images += f" x {sample.num_branches}"
-    if config.algorithm == settings.NFT:
+    # Neither has a noisy step.
+    if config.algorithm in (settings.NFT, settings.REFL):
         return images, ""
     num_trained_steps = batch_plan.num_trained_steps(sample, config.train)
     return images, f"{num_trained_steps} of {sample.num_steps}, level {sample.noise_level:g}"

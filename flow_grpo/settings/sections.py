@@ -105,7 +105,7 @@ class Sample(Section):
     guidance_scale: float = setting(1.0, min=0, max=1000)
     """Guidance scale; above 1 costs a second forward per step."""
 
-    noise_level: float = setting(0.7, min=TINY, max=10, used_by=NOISY)
+    noise_level: float = setting(0.7, min=1e-3, max=10, used_by=NOISY)
     """Noise level eta of the SDE step; at most 1 for cps and cps_gaussian."""
 
     sde_type: Literal["sde", "dance", "cps", "cps_gaussian"] = setting("sde", used_by=NOISY)
