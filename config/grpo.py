@@ -53,7 +53,7 @@ def shapes_proxy_qwenimage_pr() -> ConfigDict:
 
 
 def pickscore_qwenimage() -> ConfigDict:
-    """Flow-GRPO on Qwen-Image, 512 px, published hyperparameters; any number of GPUs that divides 64 batches."""
+    """Flow-GRPO on Qwen-Image, 512 px, published but for `sample.global_std`; GPUs have to divide 64 batches."""
     return models.compiled(models.qwenimage())
 
 
@@ -73,7 +73,7 @@ def pickscore_qwenimage_2512_pr() -> ConfigDict:
 
 
 def pickscore_sd3() -> ConfigDict:
-    """Flow-GRPO on SD3.5-medium, 512 px, published hyperparameters: 48 prompts of 24 images, all steps but the last."""
+    """Flow-GRPO on SD3.5-medium, 512 px, published but for `sample.global_std`: 48 prompts of 24, 9 of 10 steps."""
     config = models.sd3()
     config.compile = True
     # 0 = noise in all steps but the last.
@@ -111,7 +111,7 @@ def pickscore_sd35_large_pr() -> ConfigDict:
 
 
 def pickscore_flux() -> ConfigDict:
-    """Flow-GRPO on FLUX.1-dev, 512 px, published hyperparameters: 6 steps, guidance 3.5 as the model's input."""
+    """Flow-GRPO on FLUX.1-dev, 512 px, published but for `sample.global_std`: guidance 3.5 as the model's input."""
     config = models.flux()
     config.compile = True
     config.sample.sde_window_size = 0
@@ -235,7 +235,7 @@ def edits_qwenimage_edit_pr() -> ConfigDict:
 
 
 def editreward_qwenimage_edit() -> ConfigDict:
-    """Flow-GRPO on Qwen-Image-Edit-2511, 512 px, with Qwen-Image's settings and EditReward. No setting is published."""
+    """Flow-GRPO on Qwen-Image-Edit-2511, 512 px, with Qwen-Image's settings and EditReward, none published for it."""
     return models.qwenimage_edit(pickscore_qwenimage())
 
 
