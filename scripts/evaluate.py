@@ -488,13 +488,19 @@ def markdown(table: Table, comparison: Comparison) -> str:
 
 
 def table_of_estimates(rows: list[Row], settings: list[str], columns: list[dict[str, Estimate]]) -> str:
-    """Write rows of settings and estimates as a table of Markdown."""
+    """Write rows of settings and estimates as a table of Markdown. A row may lack an estimate that others have, such as
+    the entropy of an attribute that no two of its images of a prompt show."""
+    names = list(max(columns, key=len))
+    for estimates_of_row in columns:
+        names += [name for name in estimates_of_row if name not in names]
     lines = []
     for row, estimates_of_row in zip(rows, columns, strict=True):
         line = [row.settings[key] for key in settings]
-        line += [with_error(estimate.mean, estimate.error) for estimate in estimates_of_row.values()]
+        for name in names:
+            estimate = estimates_of_row.get(name)
+            line.append(with_error(estimate.mean, estimate.error) if estimate else "")
         lines.append(line)
-    return markdown_table([*settings, *map(cell, columns[0])], lines)
+    return markdown_table([*settings, *map(cell, names)], lines)
 
 
 def differences(table: Table) -> str:

@@ -612,6 +612,18 @@ def test_columns_mean_the_same_in_all_rows():
     assert table.rows[0].by_category["text"].mean == pytest.approx(0.8)
 
 
+def test_a_row_that_lacks_an_estimate_of_another_one_has_an_empty_cell_below_its_name():
+    """Entropies are of what two images of a prompt show, which not every policy draws."""
+    rows = [evaluate.Row(dict(policy=name), {}, {}, {}) for name in "ab"]
+    distance = estimates.Estimate(0.5, math.nan, 4)
+    color = estimates.Estimate(0.25, math.nan, 2)
+    size = estimates.Estimate(1.0, math.nan, 4)
+    columns = [dict(distance=distance, size=size), dict(distance=distance, color=color, size=size)]
+    lines = evaluate.table_of_estimates(rows, ["policy"], columns).splitlines()
+    assert lines[0] == "| policy | distance | color | size |"
+    assert lines[2:] == ["| a | 0.5 |  | 1 |", "| b | 0.5 | 0.25 | 1 |"]
+
+
 def test_prompts_with_more_and_less_are_counted_against_the_first_row():
     levels = [[0.5, 0.5, 0.5, 0.5], [0.6, 0.4, 0.5, 0.6], [0.9, 0.9, 0.4, 0.9]]
     table = summarised(*({"pick": [level] * 2, "avg": [level] * 2} for level in levels))
