@@ -155,7 +155,7 @@ class Setting:
         needs = [f"`{key}` {' or '.join(map(repr, values)) or 'set'}" for key, *values in conditions]
         facts = [self.meaning]
         if needs:
-            facts.append(f"Takes {' and '.join(needs)}.")
+            facts.append(f"Needs {' and '.join(needs)}.")
         if self.choices:
             choices = ", ".join(f"`{choice!r}`" for choice in self.choices)
             facts.append(f"One of {choices}.")
