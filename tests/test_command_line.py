@@ -98,6 +98,17 @@ def test_a_data_set_has_to_be_there_where_a_script_reads_it():
             parse(script, *more)
 
 
+def test_options_of_a_reward_that_are_no_dict_are_refused_in_a_sentence(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from flow_grpo.settings.table import default_config\n\n\ndef get_config(name):\n"
+        "    config = default_config()\n    config.reward.args.shapes = 5\n    return config\n"
+    )
+    with pytest.raises(SystemExit):
+        command_line.parse(DEFAULT, checks.GRPO, [f"--config={file}:mine"])
+    assert "config.reward.args.shapes is 5; it must be a dict" in capsys.readouterr().err
+
+
 def test_a_users_own_file_anywhere_takes_variants_and_overrides(own_file):
     words = ["--config", f"{own_file}:mine,short,guard", "--config.seed=7", "--config.reward_fn.ocr=0.5"]
     config = command_line.config_of(words, DEFAULT)

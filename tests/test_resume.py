@@ -500,7 +500,7 @@ def test_an_alarm_without_a_state_to_go_back_to_ends_the_run_with_a_checkpoint(h
 
 def inputs_of(config, folder, splits=("train", "test")):
     """The inputs of a run of this config, which opens these files of prompts."""
-    return input_files.current_inputs(config, folder, opened(config, splits))
+    return input_files.current_inputs(table.typed(config), folder, opened(config, splits))
 
 
 @pytest.fixture
@@ -669,6 +669,14 @@ def test_a_reward_that_changed_is_named_and_its_scores_are_compared_with_no_othe
     served = read_files[0].copy_and_resolve_references()
     served.reward.args = {"shapes": {"url": "http://127.0.0.1:1"}}
     assert "shapes" not in inputs_of(served, tmp_path).rewards
+
+
+def test_the_file_of_a_service_is_an_input_since_it_runs_here_and_asks_the_server(read_files, tmp_path):
+    config, _ = read_files
+    address = {"url": "http://127.0.0.1:1/v1", "model": "judge"}
+    config.reward_fn = {"vlm_judge": 1.0, "pickscore": 1.0}
+    config.reward.args = {"vlm_judge": address, "pickscore": {"url": "http://127.0.0.1:1"}}
+    assert {*inputs_of(config, tmp_path).rewards} == {"vlm_judge"}
 
 
 def test_damage_is_named_and_costs_an_epoch_at_most(how, tmp_path, capfd):

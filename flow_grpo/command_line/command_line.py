@@ -107,8 +107,7 @@ def _check(config: ConfigDict, script: checks.Script, file: str) -> None:
     """Raise UserError, which names the variant that is to blame, for what can be known without importing torch."""
     try:
         checked = checks.check(config, script)
-        served = [name for name, args in checked.reward.args.items() if "url" in args]
-        rewards.check_rewards(checked.reward_fn, checked.eval.rewards, served)
+        rewards.check_rewards(checked.reward_fn, checked.eval.rewards, rewards.addressed(checked.reward.args))
         script.plan(checked, checked.dry_run or launcher.world_size())
         _check_places(checked, script.reads_dataset(checked))
     except UserError as error:

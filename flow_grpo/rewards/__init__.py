@@ -131,6 +131,24 @@ def check_reward_name(name: str, key: str, served: Iterable[str] = ()) -> None:
         raise UserError(f"{key}: no reward {quoted(name)} in {folders}; nearest: {', '.join(near)}")
 
 
+def addressed(args: Mapping[str, Any]) -> list[str]:
+    """Return the rewards to which config.reward.args gives the address of a server. Raise UserError for options that
+    are no dict. Imports no reward's file."""
+    names = []
+    for name, options in args.items():
+        if not isinstance(options, Mapping):
+            raise UserError(f"config.reward.args.{name} is {quoted(options)}; it must be a dict")
+        if options.get("url"):
+            names.append(name)
+    return names
+
+
+def served(args: Mapping[str, Any]) -> list[str]:
+    """Return the rewards that a server of ours scores in the place of their files. A service is asked by its own file,
+    which runs here. Argument and error as of `addressed`."""
+    return [name for name in addressed(args) if not is_service(name)]
+
+
 def check_options(name: str, options: Mapping[str, Any]) -> None:
     """Raise UserError for an option that the reward's `load` does not take, or one that it needs and does not get."""
     takes = []

@@ -115,9 +115,9 @@ def _digests_file(config: Config, run_folder: Path) -> Path:
 def _reward_files(config: Config) -> dict[str, Path]:
     """Files of the rewards that are no servers, by the rewards' names, then those beside them that they may import."""
     files = {}
-    for name in sorted({*config.reward_fn, *config.eval.rewards}):
-        is_served = name in config.reward.args and config.reward.args[name].get("url")
-        file = None if is_served else rewards.reward_file(name)
+    scored_here = {*config.reward_fn, *config.eval.rewards} - {*rewards.served(config.reward.args)}
+    for name in sorted(scored_here):
+        file = rewards.reward_file(name)
         if file:
             files[name] = file
     imported = {}

@@ -8,7 +8,6 @@ import httpx
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted
 from flow_grpo.rewards.clients.client import Server, ServerError, read_token, urls_of
 from flow_grpo.rewards.scores import check_device
 from flow_grpo.settings import stored_config
@@ -31,13 +30,7 @@ def check_rewards(weights: Mapping[str, float], watched: Iterable[str], settings
     """Raise UserError for settings of config.reward that cannot be meant, or a server that does not answer. Loads no
     model."""
     args = plain(settings.args)
-    served = []
-    for name, overrides in args.items():
-        if not isinstance(overrides, dict):
-            raise UserError(f"config.reward.args.{name} is {quoted(overrides)}; it must be a dict")
-        # A service is asked by its own file, which runs here.
-        if overrides.get("url") and not rewards.is_service(name):
-            served.append(name)
+    served = rewards.served(args)
     rewards.check_rewards(weights, watched, served)
     for name in dict.fromkeys([*weights, *watched]):
         args.pop(name, None)
