@@ -10,7 +10,7 @@ import train_qwenimage_distill
 import train_qwenimage_dpo
 import train_qwenimage_refl
 from huggingface_hub import constants
-from small import as_prompts, loaded, size_of
+from small import as_prompts, lines_of, loaded, size_of, train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -42,6 +42,18 @@ def test_planned_forwards_are_those_of_a_run(recorded, kind):
     # Rows that fill a forward up are computed, too. Stored pairs have no rollout.
     rollout = planned.rollout / epoch.get("batch_occupancy", 1.0)
     assert epoch["forwards"] == pytest.approx(rollout + planned.update)
+
+
+def test_a_plan_trains_the_steps_that_timestep_fraction_leaves(shallow, tmp_path):
+    how = dict(sample__sde_window_size=0, train__timestep_fraction=0.5, num_epochs=1, eval_freq=0)
+    folder = train("shapes_qwenimage", tmp_path, **shallow | how)
+    config = table.of_stored(json.loads((folder / "config.json").read_text()))
+    planned = forwards.of_epoch(config, batch_plan.plan_batches(config, 1), model_classes.by_name("qwenimage"))
+    # Of 4 steps 3 are noisy, and 2 of these are trained.
+    num_images = 8
+    assert (planned.exact, planned.trained) == (3 * num_images, 2 * num_images)
+    (epoch,) = lines_of(folder, "epoch")
+    assert epoch["forwards"] == planned.rollout + planned.update
 
 
 def test_a_loss_without_an_old_policy_has_no_forwards_of_one():

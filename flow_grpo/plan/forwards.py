@@ -149,7 +149,10 @@ def _steps_of_windowed_image(sample: Sample, plan: BatchPlan) -> _Start:
     windows = _windows(sample)
     exact = 0.0
     fast = 0.0
+    trained = 0.0
     for window in windows:
+        # train.timestep_fraction leaves steps out where there is no window, and the end of its range cuts a window off.
+        trained += min(len(window), plan.num_trained_steps)
         before = window.start
         if sample.same_latent:
             before /= plan.group_size
@@ -157,8 +160,8 @@ def _steps_of_windowed_image(sample: Sample, plan: BatchPlan) -> _Start:
         exact += len(window) * (1 + sample.scouts_per_image)
         fast += before * (1 + sample.scouts_per_image) + _without_noise(after, sample.flash_ratio)
         fast += sample.scouts_per_image * _without_noise(after, sample.scout_ratio)
-    trained = sum(len(window) for window in windows) / len(windows)
-    return _Start(exact=exact / len(windows), fast=fast / len(windows), trained=trained)
+    num_windows = len(windows)
+    return _Start(exact=exact / num_windows, fast=fast / num_windows, trained=trained / num_windows)
 
 
 def _windows(sample: Sample) -> list[range]:
