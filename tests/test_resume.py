@@ -541,6 +541,19 @@ def test_what_a_run_learns_from_is_the_same_when_it_is_resumed(key, read_files, 
     assert (accepted.of_figures() == stored.of_figures()) == (key not in ("dataset", "model", "lora.base"))
 
 
+@pytest.mark.parametrize("key", ["dataset", "model", "lora.path", "lora.base", "preferences.path", "train.teachers"])
+def test_a_branch_reads_other_files_where_their_setting_may_change(key, read_files, tmp_path):
+    config, files = read_files
+    stored = inputs_of(config, tmp_path)
+    files[key].write_text("after!")
+    current = inputs_of(config, tmp_path)
+    call = (key, lambda: input_files.compare_inputs(stored, current, 3, accepts=False, is_branch=True))
+    if key in input_files.INHERITED:
+        assert_refused([(*call, [f"config.{key}: "])])
+    else:
+        assert call[1]() == (current._replace(rewards_since=3), [])
+
+
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
 def test_each_file_that_is_read_of_a_lora_of_peft_has_a_digest(name, read_files, tmp_path):
     config, files = read_files

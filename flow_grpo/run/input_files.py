@@ -35,7 +35,8 @@ PLACES = {
     "train_data": "config.train.data",
     "sources": "sources of config.dataset",
 }
-FREE_IN_BRANCH = ("dataset", "preferences_path", "train_data", "sources")
+# Settings that a branch cannot change. Files that other settings name may be others in a branch, too.
+INHERITED = "model", "model_class", "lora.rank", "lora.alpha", "lora.base", "lora.path", "lora.targets"
 
 # Of each shipped reward the digests of its file's texts that score alike, the oldest first, the file's own last.
 REWARD_TEXTS = locations.PACKAGE / "assets" / "reward_texts.json"
@@ -147,7 +148,7 @@ def compare_inputs(
     Args:
         stored: None = not known.
         accepts: config.accept_changes.
-        is_branch: a branch may read other prompts and pairs than its parent.
+        is_branch: a branch may read other files than its parent, but for those of INHERITED settings.
 
     Raises:
         UserError: the run would learn from other files than before, and does not accept that.
@@ -160,7 +161,8 @@ def compare_inputs(
     for part, place in PLACES.items():
         names = _differing(getattr(stored, part), getattr(current, part))
         differs = differs or bool(names)
-        if names and not (is_branch and part in FREE_IN_BRANCH):
+        is_kept = not is_branch or place.removeprefix("config.") in INHERITED
+        if names and is_kept:
             changed.append(f"{place}: {', '.join(names[:3])}")
     if changed and not accepts:
         raise UserError(

@@ -49,10 +49,6 @@ class Source(NamedTuple):
     parent: Path | None = None  # folder of another run, whose checkpoint it is
 
 
-# Settings that a branch cannot change.
-INHERITED = "model", "model_class", "lora.rank", "lora.alpha", "lora.base", "lora.path", "lora.targets"
-
-
 def take_folder(config: Config, prompt_files: Sequence[PromptFile] = ()) -> Place:
     """Choose the folder that this run writes into, lock it, and choose the checkpoint that it goes on from.
 
@@ -304,7 +300,7 @@ def _check_unchanged(checkpoint: Path, changed: dict[str, tuple]) -> None:
 
 def _check_inherited(checkpoint: Path, changed: dict[str, tuple]) -> None:
     """Raise UserError if a branch has changed settings that it inherits."""
-    fixed = {key: pair for key, pair in changed.items() if key in INHERITED}
+    fixed = {key: pair for key, pair in changed.items() if key in input_files.INHERITED}
     if fixed:
         raise UserError(
             f"a branch trains the weights of {checkpoint} with their base and adapter, so these cannot change: "
