@@ -10,7 +10,7 @@ import train_qwenimage_distill
 import train_qwenimage_dpo
 import train_qwenimage_refl
 from huggingface_hub import constants
-from small import as_prompts, lines_of, loaded, size_of, train
+from small import as_prompts, config_of, lines_of, loaded, size_of, train
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,8 +21,9 @@ from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.plan import estimate, forwards, measured, row_cost, sketch
-from flow_grpo.run import dry_run
+from flow_grpo.run import dry_run, startup
 from flow_grpo.settings import config_files, table
+from flow_grpo.weights import policies
 
 MODELS = [name for name in registry.names() if name != "qwenimage_edit"]
 
@@ -54,6 +55,33 @@ def test_a_plan_trains_the_steps_that_timestep_fraction_leaves(shallow, tmp_path
     assert (planned.exact, planned.trained) == (3 * num_images, 2 * num_images)
     (epoch,) = lines_of(folder, "epoch")
     assert epoch["forwards"] == planned.rollout + planned.update
+
+
+COPIES = [  # a run, settings of it by dotted name, and the copies of the trained weights that lie on the GPU
+    ("shapes_qwenimage", {"train.beta": 0.1}, 0),
+    ("shapes_qwenimage", {"train.beta": 0.1, "train.reference_interval": 2}, 1),
+    ("shapes_qwenimage", {"train.beta": 0.1, "lora.path": "a"}, 1),
+    ("shapes_qwenimage", {"train.beta": 0.1, "lora.rank": 0}, 1),
+    ("shapes_qwenimage", {"train.beta": 0.0, "lora.rank": 0}, 0),
+    ("shapes_qwenimage_dpo,online", {"train.reference_interval": 0}, 0),
+    ("shapes_qwenimage_dpo,online", {"lora.rank": 0, "train.reference_interval": 0}, 1),
+    ("shapes_qwenimage_dpo,online", {"lora.path": "a", "train.reference_interval": 0}, 1),
+    ("shapes_qwenimage,distill", {"train.teachers": ("a", "b")}, 2),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "num_copies"), COPIES)
+def test_memory_has_the_copies_that_a_reference_and_teachers_are(name, changes, num_copies):
+    config = table.with_values(table.typed(config_of(name)), changes)
+    own = estimate.STATE_BYTES + estimate.MOMENT_BYTES
+    assert estimate._state_bytes(config) - own == num_copies * estimate.COPY_BYTES
+    if config.train.teachers:
+        return
+    # The reference itself.
+    transformer = loaded("qwenimage").transformer
+    policies.attach(transformer, config.lora, policies.targets(config.lora, model_classes.by_name("qwenimage")))
+    reference = startup._reference(config, transformer) if forwards.has_reference(config) else None
+    assert num_copies == (reference is not None and reference.copy is not None)
 
 
 def test_a_loss_without_an_old_policy_has_no_forwards_of_one():

@@ -14,11 +14,11 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sampling_params import Shortcuts
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.plan import row_cost
-from flow_grpo.plan.forwards import Forwards, of_epoch, of_evaluation
+from flow_grpo.plan.forwards import Forwards, has_reference, of_epoch, of_evaluation
 from flow_grpo.plan.row_cost import ModelSize, RowCost
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
-from flow_grpo.weights import modulation
+from flow_grpo.weights import modulation, policies
 
 FILE = locations.PACKAGE / "assets" / "rates.json"
 GIB = 2**30
@@ -29,6 +29,8 @@ BASE_BYTES = {"fp8_weights": 1.0, "nf4": 0.53}
 # Of a trained weight in float32: itself, its gradient and its average; and its two moments.
 STATE_BYTES = 12
 MOMENT_BYTES = 8
+# Of a trained weight in another policy, in float32.
+COPY_BYTES = 4
 
 
 class Rates(NamedTuple):
@@ -148,13 +150,20 @@ def _state_bytes(config: Config) -> int:
     total = STATE_BYTES
     if config.fsdp.offload != "optimizer":
         total += MOMENT_BYTES
+    return total + COPY_BYTES * _num_copies(config)
+
+
+def _num_copies(config: Config) -> int:
+    """Number of policies that lie on the GPU as copies of the trained weights: old ones, teachers and the reference."""
+    copies = len(config.train.teachers)
     if config.algorithm == table.NFT:
-        total += 4  # the old policy
+        copies += 1
         if config.train.sampler_decay_schedule >= 0:
-            total += 4
-    if config.train.moves_reference or (config.train.beta and not config.lora.rank):
-        total += 4
-    return total
+            copies += 1
+    is_copied = config.train.moves_reference or not policies.begins_as_base(config.lora)
+    if has_reference(config) and is_copied:
+        copies += 1
+    return copies
 
 
 def _activation_numbers(config: Config, work: Work, rates: Rates) -> float:

@@ -47,7 +47,7 @@ def of_epoch(config: Config, plan: BatchPlan, family: type[FlowModel]) -> Forwar
     inner_epochs = config.train.inner_epochs
     rows = num_starts * per_start.trained * inner_epochs
     frozen = rows * _num_other_policies(config) * policy_rows
-    if config.train.beta > 0 or config.algorithm == table.DPO:
+    if has_reference(config):
         frozen += rows * _rows(family, reference_scale)
     if config.train.old_log_prob == "recompute":
         frozen += num_starts * per_start.trained * policy_rows
@@ -62,6 +62,11 @@ def of_epoch(config: Config, plan: BatchPlan, family: type[FlowModel]) -> Forwar
         frozen=frozen,
         trained=trained + of_data(config, plan),
     )
+
+
+def has_reference(config: Config) -> bool:
+    """Return whether a run keeps a reference policy: DPO's compares with one, others are held to it by train.beta."""
+    return config.train.beta > 0 or config.algorithm == table.DPO
 
 
 def of_data(config: Config, plan: BatchPlan) -> float:

@@ -454,7 +454,7 @@ def _reference(config: Config, transformer: torch.nn.Module) -> policies.Referen
         interval=config.train.reference_interval,
         kl_limit=config.train.reference_kl,
         guidance_scale=config.train.reference_guidance_scale or None,
-        fresh=not config.lora.path,
+        fresh=policies.begins_as_base(config.lora),
     )
 
 

@@ -42,6 +42,12 @@ def attach(transformer: nn.Module, lora: Lora | lora_files.Adapter, targets: tup
         transformer.add_adapter(settings)
 
 
+def begins_as_base(lora: Lora) -> bool:
+    """Return whether a run's first policy computes what the base does, as a fresh adapter does, so that the base is its
+    reference and takes no memory."""
+    return lora.rank > 0 and not lora.path
+
+
 def targets(lora: Lora, family: type[FlowModel]) -> tuple[str, ...]:
     """Return the ends of the names of the layers that config.lora adapts."""
     return tuple(lora.targets) or family.LORA_TARGETS
