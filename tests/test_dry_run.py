@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from small import ROOT, as_prompts, config_of, loaded, plan, stored, train
+from small import ROOT, as_prompts, config_of, lines_of, loaded, plan, stored, train
 
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import checks
@@ -231,6 +231,22 @@ def test_test_prompts_are_counted_when_they_are_drawn():
     assert choosing.endswith("by merged weights")
     assert "every 20 epochs: 2 test" in tests
     assert "merged" not in tests
+
+
+def test_evaluations_are_planned_as_often_as_a_run_makes_them(recorded):
+    folder = recorded("nft").folder
+    config = table.of_stored(json.loads((folder / "config.json").read_text()))
+    splits = [Split("validation", as_prompts(["a"])), Split("test", as_prompts(["b"]))]
+    planned = [drawing.times for drawing in dry_run.drawings(config, splits)]
+    # The last line of a test is that of the best weights.
+    assert planned == [len(lines_of(folder, "eval")), len(lines_of(folder, "test"))]
+
+
+def test_test_prompts_that_choose_are_drawn_where_either_evaluation_is_due():
+    config = config_of("shapes_qwenimage", num_epochs=10, eval_freq=5, eval__test_freq=4)
+    (drawing,) = dry_run.drawings(table.typed(config), [Split("test", as_prompts(["a"]))])
+    # Before the first epoch, after 4, 5, 8, and at the end.
+    assert drawing.times == 5
 
 
 def test_hours_of_evaluations_are_those_of_their_shortcuts():

@@ -17,6 +17,7 @@ from flow_grpo.diffusers_patch.sampling_params import EXACT, Shortcuts, of_valid
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.evaluation.evaluation import part_of
 from flow_grpo.plan import estimate, forwards, measured
+from flow_grpo.run import evaluate
 from flow_grpo.run.run import Experiment
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
@@ -52,6 +53,7 @@ class Drawing(NamedTuple):
     split: Split
     epochs: int  # between two of them; 0 = only before the first epoch and after the last
     shortcuts: Shortcuts
+    times: int  # in the whole run, at most
 
 
 class MemoryAndSpeed(NamedTuple):
@@ -199,7 +201,7 @@ def evaluations(config: Config, evaluated: list[Split]) -> list[str]:
     noises = config.eval.noises_per_prompt
     steps = config.eval.num_steps
     lines = []
-    for split, epochs, shortcuts in drawings(config, evaluated):
+    for split, epochs, shortcuts, _ in drawings(config, evaluated):
         times = f"every {epochs} epochs" if epochs else "before the first epoch and at the end"
         count = len(part_of(split, config.eval.num_prompts).prompts)
         line = f"an evaluation {times}: {count} {split.name} prompts x {noises} noises x {steps} steps"
@@ -214,10 +216,18 @@ def evaluations(config: Config, evaluated: list[Split]) -> list[str]:
 def drawings(config: Config, evaluated: list[Split]) -> list[Drawing]:
     """Return how the evaluations of a run draw: the choosing prompts, and those of the test where these are others, or
     where the choosing ones are not drawn exactly."""
-    choosing = Drawing(evaluated[0], config.eval_freq, of_validation(config))
-    if len(evaluated) == 1 and choosing.shortcuts == EXACT:
-        return [choosing]
-    return [choosing, Drawing(evaluated[-1], config.eval.test_freq, EXACT)]
+    due = [evaluate.due_kinds(config, epoch) for epoch in range(config.num_epochs)]
+    due.append(evaluate.due_kinds(config, config.num_epochs, last=True))
+    shortcuts = of_validation(config)
+    if len(evaluated) == 1 and shortcuts == EXACT:
+        return [Drawing(evaluated[0], config.eval_freq, EXACT, times=len([kinds for kinds in due if kinds]))]
+    num_choosing = len([kinds for kinds in due if "eval" in kinds])
+    # The best weights are tested at the end, where they are not the last ones.
+    num_tests = len([kinds for kinds in due if "test" in kinds]) + 1
+    return [
+        Drawing(evaluated[0], config.eval_freq, shortcuts, num_choosing),
+        Drawing(evaluated[-1], config.eval.test_freq, EXACT, num_tests),
+    ]
 
 
 def gpu(config: Config, figures: GpuFigures) -> list[str]:
@@ -361,11 +371,8 @@ def _evaluation_s(config: Config, family: type[FlowModel], evaluated: list[Split
         return 0.0
     seconds = 0.0
     for drawing in drawings(config, evaluated):
-        times = 2
-        if drawing.epochs:
-            times += (config.num_epochs - 1) // drawing.epochs
         num_prompts = len(part_of(drawing.split, config.eval.num_prompts).prompts)
-        seconds += times * estimate.evaluation_s(config, work, num_prompts, family, drawing.shortcuts)
+        seconds += drawing.times * estimate.evaluation_s(config, work, num_prompts, family, drawing.shortcuts)
     return seconds
 
 
