@@ -286,6 +286,24 @@ def test_a_checkpoint_is_as_large_as_a_dry_run_says(recorded, kind, num_extra):
     assert checkpoint == total + trained  # the LoRA beside them
 
 
+def test_a_dry_run_counts_the_prompts_that_the_run_keeps_in_its_cache(shallow, tmp_path, capsys):
+    how = shallow | dict(cache_dir=str(tmp_path / "cache"), num_epochs=1, eval__num_prompts=3)
+    with pytest.raises(SystemExit):
+        train("shapes_qwenimage", tmp_path / "runs", dry_run=1, **how)
+    said = capsys.readouterr().out
+    train("shapes_qwenimage", tmp_path / "runs", **how)
+    num_files = len(list((tmp_path / "cache").glob("*/*.safetensors")))
+    # 2 of 24 training prompts are drawn, and 3 of each other split evaluated.
+    assert num_files == 2 + 3 + 3
+    assert f" GB of {num_files} prompts in float32" in said
+
+
+def test_stored_pairs_take_nothing_of_a_cache(pairs, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        train("shapes_qwenimage_dpo", tmp_path, dry_run=1, eval_freq=0, cache_dir=str(tmp_path / "cache"), **pairs)
+    assert " prompts in float32" not in capsys.readouterr().out
+
+
 def test_the_cache_is_at_most_as_large_as_a_dry_run_says(tmp_path):
     config = config_of("edits_qwenimage_edit", sample__guidance_scale=2.0)
     model = loaded("qwenimage_edit")

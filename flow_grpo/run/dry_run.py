@@ -408,12 +408,9 @@ def disk_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
 
 
 def _cache(experiment: Experiment) -> str:
-    """Line about the size that the cache of encoded prompts has at most; "" without one."""
+    """Line about the size that a run's prompts have in the cache at most; "" where it encodes none for one."""
     config = experiment.config
-    prompts = {prompt.digest: prompt for prompt in experiment.prompts.train}
-    for split in experiment.prompts.evaluated:
-        prompts |= {prompt.digest: prompt for prompt in split.prompts}
-    prompts |= {image.prompt.digest: image.prompt for image in experiment.prompts.data}
+    prompts = {prompt.digest: prompt for prompt in experiment.encoded_prompts}
     if not config.cache_dir or not prompts:
         return ""
     num_bytes = cached_bytes(config, experiment.family, [*prompts.values()], experiment.is_guided)

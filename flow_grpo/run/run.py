@@ -26,6 +26,7 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sampling_params import SamplingParams
 from flow_grpo.diffusers_patch.size import Size, training_size
+from flow_grpo.evaluation.evaluation import part_of
 from flow_grpo.kernels import compilation
 from flow_grpo.monitoring import health
 from flow_grpo.monitoring.dashboard import Dashboard
@@ -74,6 +75,26 @@ class Experiment(NamedTuple):
         # Every setting of a guidance scale has a name that ends so.
         scale_keys = [key for key in table.BY_KEY if key.endswith("guidance_scale")]
         return any(self.family.is_guided(table.value_of(self.config, key)) for key in scale_keys)
+
+    @property
+    def encoded_prompts(self) -> list[Prompt]:
+        """Return the prompts that the run encodes: those that its epochs draw, those that are evaluated, and captions.
+        [] where no image is ever made."""
+        config = self.config
+        run_prompts = self.prompts
+        if run_prompts.example is None:
+            return []
+        encoded = []
+        if run_prompts.drawn and config.sample.prompt_weights == "signal":
+            # Which ones it draws is known when rewards are.
+            encoded += run_prompts.train
+        elif run_prompts.drawn:
+            for epoch in range(config.num_epochs):
+                picks = prompts.epoch_prompts(len(run_prompts.train), self.plan.num_groups, config.seed, epoch)
+                encoded += [run_prompts.train[pick] for pick in picks]
+        for split in run_prompts.evaluated:
+            encoded += part_of(split, config.eval.num_prompts).prompts
+        return encoded + [image.prompt for image in run_prompts.data]
 
 
 class EpochStart(NamedTuple):

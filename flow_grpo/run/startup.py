@@ -25,7 +25,6 @@ from flow_grpo.diffusers_patch import loading, model_classes, registry
 from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.size import training_size
-from flow_grpo.evaluation.evaluation import part_of
 from flow_grpo.kernels import compilation, flash_attention
 from flow_grpo.monitoring import provenance, trackers
 from flow_grpo.monitoring.dashboard import Dashboard, explained, say
@@ -472,24 +471,7 @@ def _open_cache(experiment: Experiment, device: torch.device) -> tuple[embedding
     if family.MOST_SOURCES:
         version["vae_precision"] = config.vae_precision
     cache = embedding_cache.Cache(config.cache_dir, version, config.text_tokens, device)
-    missing = distributed.on_main(cache.missing, _encoded_prompts(experiment))
+    missing = distributed.on_main(cache.missing, experiment.encoded_prompts)
     if missing:
         cache.check_writable()
     return cache, missing
-
-
-def _encoded_prompts(experiment: Experiment) -> list[Prompt]:
-    """Prompts that the run encodes: those that its epochs draw, those that are evaluated, and captions."""
-    config = experiment.config
-    run_prompts = experiment.prompts
-    encoded = []
-    if run_prompts.drawn and config.sample.prompt_weights == "signal":
-        # Which ones it draws is known when rewards are.
-        encoded += run_prompts.train
-    elif run_prompts.drawn:
-        for epoch in range(config.num_epochs):
-            picks = prompts.epoch_prompts(len(run_prompts.train), experiment.plan.num_groups, config.seed, epoch)
-            encoded += [run_prompts.train[pick] for pick in picks]
-    for split in run_prompts.evaluated:
-        encoded += part_of(split, config.eval.num_prompts).prompts
-    return encoded + [image.prompt for image in run_prompts.data]
