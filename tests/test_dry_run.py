@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from small import ROOT, as_prompts, config_of, lines_of, loaded, plan, stored, train
+from small import ROOT, as_prompts, config_of, exported, lines_of, loaded, plan, stored, train
 
 from flow_grpo.base.prompt import Prompt
+from flow_grpo.checkpoints import exports
 from flow_grpo.command_line import checks
 from flow_grpo.data import embedding_cache
 from flow_grpo.data.prompts import Split
@@ -20,6 +21,7 @@ from flow_grpo.plan import estimate, forwards, measured, row_cost, sketch
 from flow_grpo.run import dry_run
 from flow_grpo.run.run import Experiment, Prompts
 from flow_grpo.settings import config_files, table
+from flow_grpo.weights import fsdp_utils, policies
 
 
 def test_a_dry_run_says_what_a_run_would_be_and_makes_no_folder(tmp_path, capsys):
@@ -284,6 +286,21 @@ def test_a_checkpoint_is_as_large_as_a_dry_run_says(recorded, kind, num_extra):
             trained += tensor.nbytes
     checkpoint = dry_run.checkpoint_bytes(config, trained, num_extra)
     assert checkpoint == total + trained  # the LoRA beside them
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_planned_lora_has_the_bytes_of_the_file_that_is_written(dtype, tmp_path):
+    config = table.typed(config_of("shapes_qwenimage", lora__export_dtype=dtype))
+    pipeline = loaded("qwenimage").pipeline
+    policies.attach(
+        pipeline.transformer, config.lora, policies.targets(config.lora, model_classes.by_name("qwenimage"))
+    )
+    exports.save_lora(pipeline, tmp_path, config.lora.export_dtype)
+    file = exported(tmp_path)
+    header_bytes = int.from_bytes(file.read_bytes()[:8], "little") + 8
+    trained = sum(weight.numel() for weight in fsdp_utils.trainable_parameters(pipeline.transformer).values())
+    state = dry_run._state_bytes(config, 4 * trained, 0)
+    assert dry_run.checkpoint_bytes(config, 4 * trained, 0) == state + file.stat().st_size - header_bytes
 
 
 def test_a_dry_run_counts_the_prompts_that_the_run_keeps_in_its_cache(shallow, tmp_path, capsys):

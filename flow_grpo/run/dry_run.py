@@ -393,7 +393,7 @@ def checkpoint_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
         num_extra: number of policies that the script keeps beside the trained one.
     """
     state = _state_bytes(config, policy_bytes, num_extra)
-    return state + policy_bytes if config.lora.rank else state
+    return state + _exported_bytes(config, policy_bytes) if config.lora.rank else state
 
 
 def disk_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
@@ -401,10 +401,16 @@ def disk_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
     policy, with its training state if health.action may go back to it, and the last policy. Arguments as in
     `checkpoint_bytes`."""
     checkpoints = (config.keep_checkpoints + 1) * checkpoint_bytes(config, policy_bytes, num_extra)
-    best = policy_bytes
+    last = _exported_bytes(config, policy_bytes)
+    best = last
     if config.health.action == "roll_back":
         best += _state_bytes(config, policy_bytes, num_extra)
-    return checkpoints + best + policy_bytes
+    return checkpoints + best + last
+
+
+def _exported_bytes(config: Config, policy_bytes: int) -> int:
+    """Bytes of the trained weights as `save.export` writes them."""
+    return policy_bytes // 2 if config.lora.export_dtype == "bfloat16" else policy_bytes
 
 
 def _cache(experiment: Experiment) -> str:
