@@ -177,6 +177,10 @@ def test_a_lora_that_was_trained_on_another_base_is_named(shallow, tmp_path, few
     assert base_lora.other_bases(best, ()).startswith(f"{run / 'best'} was trained with lora.base")
     assert base_lora.other_bases(replace(best, base=str(few_step_base)), (str(run),)) == ""
     assert base_lora.other_bases(Lora(path=str(few_step_base)), ()) == ""
+    # The same file by other paths.
+    for base in (f"{few_step_base}/", lora_files.find_file(few_step_base)):
+        assert base_lora.other_bases(replace(best, base=str(base)), ()) == ""
+    assert base_lora.other_bases(replace(best, base=str(tmp_path)), ()).endswith("that it was trained on")
 
 
 def one_layer(path, layer, **more):

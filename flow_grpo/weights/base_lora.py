@@ -73,11 +73,21 @@ def other_bases(lora: Lora, teachers: tuple[str, ...]) -> str:
     trained_elsewhere = []
     for path in (lora.path, *teachers):
         base = _base_of_run(path)
-        if base is not None and base != lora.base:
+        if base is not None and not _is_same(base, lora.base):
             trained_elsewhere.append(f"{in_one_line(path)} was trained {_words(base)}")
     if not trained_elsewhere:
         return ""
     return f"{'; '.join(trained_elsewhere)}, this run is {here}: an adapter fits the weights that it was trained on"
+
+
+def _is_same(base: str, other: str) -> bool:
+    """Return whether two values of lora.base name one file: a folder and the file in it, or a path and a longer one."""
+    if base == other or not base or not other:
+        return base == other
+    try:
+        return lora_files.find_file(base).samefile(lora_files.find_file(other))
+    except (UserError, OSError):
+        return False
 
 
 def _words(base: str) -> str:
