@@ -18,7 +18,7 @@ import warm
 from PIL import Image
 from recorded import Run, assert_same, go_on
 from refused import assert_refused
-from small import command_of, config_of, few_prompts, flip_a_bit, lines_of, permissions_hold, stored, train
+from small import command_of, config_of, few_prompts, flip_a_bit, lines_of, permissions_hold, record, stored, train
 from two_ranks import done, launch
 
 from flow_grpo import rewards
@@ -591,6 +591,34 @@ def test_rewards_of_other_prompts_are_not_compared(is_branch, read_files, tmp_pa
     accepted, _ = input_files.compare_inputs(stored, current, 3, accepts=not is_branch, is_branch=is_branch)
     assert accepted.rewards_since == 3
     assert input_files.compare_inputs(accepted, current, 5, accepts=False) == (accepted, [])
+
+
+@pytest.mark.parametrize(("split", "is_comparable"), [("train", True), ("test", False)])
+def test_evaluations_are_compared_where_the_prompts_that_are_evaluated_are_the_same(
+    split, is_comparable, read_files, tmp_path
+):
+    config, files = read_files
+    folder = files["dataset"].parent
+    files["dataset"].unlink()
+    for name in ("train", "test"):
+        Image.new("RGB", (8, 8), "red").save(folder / f"{name}.png")
+        line = json.dumps({"prompt": "turn it", "sources": [f"{name}.png"]})
+        (folder / f"{name}_metadata.jsonl").write_text(f"{line}\n")
+    stored = inputs_of(config, tmp_path)
+    before = record(3, inputs=stored.of_figures())
+
+    # Another picture, then other prompts.
+    Image.new("RGB", (8, 8), "blue").save(folder / f"{split}.png")
+    assert before.comparable(record(3, inputs=inputs_of(config, tmp_path).of_figures())) == is_comparable
+    Image.new("RGB", (8, 8), "red").save(folder / f"{split}.png")
+    with (folder / f"{split}_metadata.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "mirror it", "sources": [f"{split}.png"]}) + "\n")
+    now = record(3, inputs=inputs_of(config, tmp_path).of_figures())
+    assert before.comparable(now) == is_comparable
+
+    # Of an older evaluation it is known of all prompts together alone.
+    older = {name: digest for name, digest in before.inputs.items() if not name.startswith("evaluated ")}
+    assert not record(3, inputs=older).comparable(now)
 
 
 def test_pictures_to_be_edited_are_inputs_of_a_run(read_files, tmp_path):

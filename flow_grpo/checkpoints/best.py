@@ -27,6 +27,12 @@ MEASURED_BY = (
     *("height", "width", "frames", "vae_precision", "weights", "solver"),
 )
 
+# Inputs of older files that hold more than what decides figures -> what is compared where both evaluations have it.
+MORE_THAN_DECIDES = {
+    "dataset": "evaluated prompts",
+    "sources": "evaluated sources",
+}
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -57,6 +63,7 @@ class Evaluation:
             return False
         # An older file names fewer inputs. What only one of the two names cannot be compared.
         common = self.inputs.keys() & other.inputs.keys()
+        common -= {older for older, younger in MORE_THAN_DECIDES.items() if younger in common}
         return all(self.inputs[name] == other.inputs[name] for name in common)
 
 

@@ -55,12 +55,16 @@ class Inputs(NamedTuple):
     train_data: dict[str, str] = {}  # noqa: RUF012  of images and captions
     lora_base: dict[str, str] = {}  # noqa: RUF012
     sources: dict[str, str] | None = None  # pictures to be edited that the data set names; None = not known
+    evaluated_sources: dict[str, str] | None = None  # those that prompts name that are not trained on
 
     def of_figures(self) -> dict[str, str]:
-        """Return digests of what an evaluation's figures depend on beside the policy, by name."""
+        """Return digests of what an evaluation's figures depend on beside the policy, by name; those of all prompts and
+        sources are for comparisons with older evaluations."""
+        parts = {name: getattr(self, name) for name in ("dataset", "model", "lora_base", "sources")}
+        parts["evaluated prompts"] = {name: self.dataset[name] for name in self.dataset if not _is_of_training(name)}
+        parts["evaluated sources"] = self.evaluated_sources
         digests = {}
-        for name in ("dataset", "model", "lora_base", "sources"):
-            part = getattr(self, name)
+        for name, part in parts.items():
             if part:
                 digests[name] = hashlib.blake2b(json.dumps(part).encode(), digest_size=16).hexdigest()
         return digests | self.rewards
@@ -81,6 +85,8 @@ def current_inputs(
     for folder in config.train.teachers:
         for name, digest in _adapter_digests(folder, digests_file).items():
             teachers[f"{folder}/{name}"] = digest
+    sources = checksums.file_digests(_sources_of(prompt_files), digests_file)
+    evaluated_files = [file for file in prompt_files if not _is_of_training(file.path.name)]
     return Inputs(
         dataset=checksums.file_digests({file.path.name: file.path for file in prompt_files}, digests_file),
         model=checksums.file_digests(model, digests_file) | _commit(config),
@@ -90,7 +96,8 @@ def current_inputs(
         rewards=_reward_digests(config, digests_file),
         train_teachers=teachers,
         train_data=_image_digests(config.train.data, digests_file),
-        sources=checksums.file_digests(_sources_of(prompt_files), digests_file),
+        sources=sources,
+        evaluated_sources={name: sources[name] for name in _sources_of(evaluated_files)},
     )
 
 
@@ -186,9 +193,14 @@ def _without_unopened(stored: Inputs, current: Inputs) -> Inputs:
         return stored
     opened = {}
     for name, digest in stored.dataset.items():
-        if name in current.dataset or not name.startswith("train"):
+        if name in current.dataset or not _is_of_training(name):
             opened[name] = digest
     return stored._replace(dataset=opened)
+
+
+def _is_of_training(file_name: str) -> bool:
+    """Return whether a file of a data set has prompts that are trained on."""
+    return file_name.startswith("train")
 
 
 def _differing(before: dict[str, str] | None, now: dict[str, str] | None) -> list[str]:
