@@ -171,6 +171,21 @@ def test_figures_of_another_base_or_by_other_options_of_a_reward_are_compared_wi
     assert save.settings_of_figures(Config(reward=elsewhere)) == before
 
 
+def test_evaluations_whose_rewards_are_asked_in_other_requests_are_compared():
+    def evaluation(**options):
+        config = Config(reward=Reward(args={"vlm_judge": {"question": "is it?"} | options}))
+        return record(3, inputs=save.settings_of_figures(config))
+
+    smaller = evaluation(batch_size=2, max_masked_share=0.5)
+    assert evaluation().comparable(smaller)
+    assert not evaluation(question="is it red?").comparable(smaller)
+    # Of an older evaluation the options are known together with the settings of requests alone.
+    older = dict(smaller.inputs)
+    del older["options of rewards"]
+    assert record(3, inputs=older).comparable(smaller)
+    assert not record(3, inputs=older).comparable(evaluation(batch_size=4))
+
+
 def test_a_test_is_due_before_the_first_epoch_after_the_last_and_as_often_as_the_config_says():
     for eval_freq, test_freq, kinds in ((2, 0, {"eval"}), (2, 2, {"eval", "test"}), (0, 1, None)):
         config = Config(eval_freq=eval_freq, eval=Eval(test_freq=test_freq))

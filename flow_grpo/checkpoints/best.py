@@ -31,6 +31,7 @@ MEASURED_BY = (
 MORE_THAN_DECIDES = {
     "dataset": "evaluated prompts",
     "sources": "evaluated sources",
+    "reward.args": "options of rewards",
 }
 
 

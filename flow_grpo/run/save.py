@@ -173,14 +173,12 @@ def best_candidate(run: Run, epoch: int, figures: dict[str, float]) -> best.Eval
 def settings_of_figures(config: Config) -> dict[str, str]:
     """Return the settings that an evaluation's figures depend on, as JSON by key. A resumed run keeps them; one that
     branches off another run may change them."""
-    # The address of a reward's server may change.
-    reward_args = {}
-    for key, value in table.flat(config.reward.args, "reward.args.").items():
-        if table.is_fixed(key):
-            reward_args[key] = value
+    args = table.flat(config.reward.args, "reward.args.")
     values = {
         "reward_fn": dict(config.reward_fn),
-        "reward.args": reward_args,
+        "options of rewards": {key: value for key, value in args.items() if table.decides_scores(key)},
+        # For comparisons with older evaluations: with settings of requests, such as batch_size.
+        "reward.args": {key: value for key, value in args.items() if table.is_fixed(key)},
         "reward.frames": config.reward.frames,
         "text_tokens": config.text_tokens,
         "precision": config.precision,
