@@ -9,7 +9,7 @@ import pytest
 import torch
 import warm
 from refused import assert_refused
-from small import CHECKS, ENV, command_of, config_of, few_prompts, lines_of, train
+from small import CHECKS, ENV, change_json, command_of, config_of, few_prompts, lines_of, train
 from test_ranks import on_two_ranks
 
 from flow_grpo import rewards
@@ -279,6 +279,17 @@ def test_a_branch_goes_on_with_what_its_parent_has_seen_but_not_under_other_rewa
     for name, changed in changes.items():
         branch = train(NAME, tmp_path, **how | changed, run_name=name)
         assert progress_of(branch, 1)["prompt_signals"] == {}
+
+
+def test_what_was_seen_of_prompts_does_not_count_where_the_file_of_a_reward_has_changed(coins, tmp_path):
+    how = coins | dict(num_epochs=1, reward_fn__shapes=1.0)
+    parent = train(NAME, tmp_path, **how)
+    branched = how | dict(resume_from=str(parent / "checkpoints"))
+    same = train(NAME, tmp_path, **branched, run_name="same")
+    assert progress_of(same, 1)["prompt_signals"] == progress_of(parent, 1)["prompt_signals"] != {}
+    change_json(parent / "inputs.json", rewards={"shapes": "another file's"})
+    other = train(NAME, tmp_path, **branched, run_name="other")
+    assert progress_of(other, 1)["prompt_signals"] == {}
 
 
 def test_the_training_reward_raises_no_alarm_where_prompts_become_harder(coins, tmp_path):

@@ -179,12 +179,19 @@ def compare_inputs(
     notices = []
     if changed:
         notices.append(f"goes on with other files than before ({'; '.join(changed)})")
-    common = stored.rewards.keys() & current.rewards.keys()
-    names = [name for name in sorted(common) if stored.rewards[name] != current.rewards[name]]
+    names = changed_rewards(stored, current)
     if names:
         notices.append(f"the file of reward {', '.join(names)} has changed: scores from before cannot be compared")
     rewards_since = epoch if names or differs else stored.rewards_since
     return current._replace(rewards_since=rewards_since), notices
+
+
+def changed_rewards(stored: Inputs | None, current: Inputs) -> list[str]:
+    """Return the names of the rewards whose files have changed; what is not known, or new, has not."""
+    if stored is None:
+        return []
+    common = stored.rewards.keys() & current.rewards.keys()
+    return [name for name in sorted(common) if stored.rewards[name] != current.rewards[name]]
 
 
 def _without_unopened(stored: Inputs, current: Inputs) -> Inputs:

@@ -31,6 +31,7 @@ class Place(NamedTuple):
     inputs: Inputs  # of a new run without those of its model's folder
     changed: dict[str, tuple]  # a branch's settings that differ from its parent's: key -> (there, here)
     kept_settings: dict[str, Any]  # those of the checkpoint that a resumed run goes on with, whatever its config says
+    has_other_rewards: bool = False  # than the checkpoint's run: other settings that decide scores, or other files
 
     def absolute(self) -> "Place":
         """Return the same place by absolute paths: rewards may change the working directory."""
@@ -110,7 +111,7 @@ def _go_on(config: Config, folder: Path, path: Path, parent: Path | None, prompt
         _check_writable(folder)
         _check_unchanged(checkpoint, changed)
         _check_newest(folder, path, checkpoint)
-    inputs, notices = _compared_inputs(config, folder, parent, prompt_files, epoch)
+    inputs, notices, changed_rewards = _compared_inputs(config, folder, parent, prompt_files, epoch)
     if changed:
         # Health compares no rewards of other settings.
         inputs = inputs._replace(rewards_since=epoch)
@@ -120,7 +121,8 @@ def _go_on(config: Config, folder: Path, path: Path, parent: Path | None, prompt
     begins = "begins" if parent else f"goes on from {checkpoint.name}"
     for line in [*lines, f"the run {begins} in {folder}", *notices]:
         dashboard.say(line)
-    return Place(folder, checkpoint, parent, inputs, changed, kept_settings)
+    has_other_rewards = bool(changed_rewards) or any(map(table.decides_scores, changed))
+    return Place(folder, checkpoint, parent, inputs, changed, kept_settings, has_other_rewards)
 
 
 def _kept_settings(config: Config, parent: Path | None, changed: dict[str, tuple]) -> dict[str, Any]:
@@ -149,11 +151,15 @@ def _rescheduled(stored: dict[str, Any], config: Config) -> dict[str, tuple]:
 
 def _compared_inputs(
     config: Config, folder: Path, parent: Path | None, prompt_files: Sequence[PromptFile], epoch: int
-) -> tuple[Inputs, list[str]]:
-    """Return what the run reads, compared with what it or its parent has read, and notices for the user."""
+) -> tuple[Inputs, list[str], list[str]]:
+    """Return what the run reads, compared with what it or its parent has read, notices for the user, and the rewards
+    whose files have changed."""
     current = input_files.current_inputs(config, folder, prompt_files)
     stored = input_files.stored_inputs(parent or folder)
-    return input_files.compare_inputs(stored, current, epoch, config.accept_changes, is_branch=parent is not None)
+    inputs, notices = input_files.compare_inputs(
+        stored, current, epoch, config.accept_changes, is_branch=parent is not None
+    )
+    return inputs, notices, input_files.changed_rewards(stored, current)
 
 
 def check_places(config: Config) -> None:
@@ -337,9 +343,8 @@ def resume(run: Run, place: Place, checkpoint: Path) -> None:
         run.learning_rate_factor = progress.learning_rate_factor
     run.num_roll_backs = progress.num_roll_backs
     run.evaluations_since = progress.evaluations_since
-    # What a branch's parent has seen of a prompt does not count under other rewards.
-    has_other_rewards = any(table.decides_scores(key) for key in place.changed)
-    if run.prompt_signal and progress.prompt_signals and not has_other_rewards:
+    # What was seen of a prompt does not count under other rewards.
+    if run.prompt_signal and progress.prompt_signals and not place.has_other_rewards:
         run.prompt_signal.signals = dict(progress.prompt_signals)
     if run.config.evaluates:
         wanted = best_candidate(run, run.epoch, {})
