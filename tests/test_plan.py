@@ -84,6 +84,17 @@ def test_memory_has_the_copies_that_a_reference_and_teachers_are(name, changes, 
     assert num_copies == (reference is not None and reference.copy is not None)
 
 
+def test_memory_of_pairs_is_that_of_forwards_without_guidance():
+    family = model_classes.by_name("qwenimage")
+    works = []
+    for scale in (1.0, 2.0):
+        config = table.typed(config_of("shapes_qwenimage_dpo,online", sample__guidance_scale=scale))
+        works.append(estimate.work_of(config, batch_plan.plan_pairs(config, 1), family))
+    unguided, guided = works
+    assert guided.forwards.trained == unguided.forwards.trained
+    assert guided.guided == unguided.guided is False
+
+
 def test_a_loss_without_an_old_policy_has_no_forwards_of_one():
     family = model_classes.by_name("qwenimage")
     frozen = []

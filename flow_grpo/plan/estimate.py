@@ -14,7 +14,7 @@ from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sampling_params import Shortcuts
 from flow_grpo.diffusers_patch.size import training_size
 from flow_grpo.plan import row_cost
-from flow_grpo.plan.forwards import Forwards, has_reference, of_epoch, of_evaluation
+from flow_grpo.plan.forwards import Forwards, has_reference, of_epoch, of_evaluation, update_guidance
 from flow_grpo.plan.row_cost import ModelSize, RowCost
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
@@ -80,7 +80,6 @@ def work_of(config: Config, plan: BatchPlan, family: type[FlowModel], prompt: Pr
     size = training_size(config)
     shapes = model.row_shapes(size, config.text_tokens, prompt)
     cost, width = row_cost.count(model, transformer, size, shapes)
-    update_scale = config.train.guidance_scale or config.sample.guidance_scale
     saving = modulation.saving(config, model, transformer)
     model_size = row_cost.model_size(transformer, config.lora, family, width)
     return Work(
@@ -88,7 +87,7 @@ def work_of(config: Config, plan: BatchPlan, family: type[FlowModel], prompt: Pr
         model_size=model_size._replace(freed=saving.weights, table=saving.numbers),
         forwards=of_epoch(config, plan, family),
         num_images=plan.num_images,
-        guided=family.is_guided(update_scale) and not config.train.detach_negative,
+        guided=family.is_guided(update_guidance(config)) and not config.train.detach_negative,
     )
 
 

@@ -33,14 +33,11 @@ def of_epoch(config: Config, plan: BatchPlan, family: type[FlowModel]) -> Forwar
     """Return the rows of an epoch's forwards; on average over the places of a window that moves."""
     num_starts = plan.num_groups * plan.group_size
     per_start = _steps_of_start(config, plan)
-    update_scale = config.train.guidance_scale or config.sample.guidance_scale
+    update_scale = update_guidance(config)
     # A reference that moves is guided as the policy, from its first move on.
     reference_scale = update_scale
     if not config.train.moves_reference:
         reference_scale = config.train.reference_guidance_scale or update_scale
-    if config.algorithm == table.DPO:
-        # Pairs are compared without guidance.
-        update_scale = reference_scale = 0.0
 
     rollout_rows = _rows(family, config.sample.guidance_scale)
     policy_rows = _rows(family, update_scale)
@@ -62,6 +59,13 @@ def of_epoch(config: Config, plan: BatchPlan, family: type[FlowModel]) -> Forwar
         frozen=frozen,
         trained=trained + of_data(config, plan),
     )
+
+
+def update_guidance(config: Config) -> float:
+    """Return the guidance scale of the policy's forwards in the update. Pairs are compared without guidance."""
+    if config.algorithm == table.DPO:
+        return 0.0
+    return config.train.guidance_scale or config.sample.guidance_scale
 
 
 def has_reference(config: Config) -> bool:
