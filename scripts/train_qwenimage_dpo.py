@@ -96,7 +96,7 @@ def read_pairs(run: Run, files: preferences.PairFiles, epoch: int) -> preference
         for batch in sampling.batches(run, epoch):
             rows = [prompt.metadata["pair"] for prompt in batch.prompts]
             batches.append(files.read(rows, list(batch.image_numbers), run.device))
-    run.epoch_metrics["images"] = run.board.latest.get("images", 0) + 2 * run.plan.num_groups
+    run.epoch_metrics["images"] = run.board.latest.get("images", 0) + run.plan.num_images
     return preferences.concat(batches)
 
 

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from small import ROOT, as_prompts, config_of, exported, lines_of, loaded, plan, stored, train
 
+from flow_grpo.algorithms import batch_plan
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import exports
 from flow_grpo.command_line import checks
@@ -216,6 +217,29 @@ def test_an_epoch_a_run_and_a_plan_count_what_they_draw(name, drawn):
     lines = dry_run.gpu(typed, figures)
     assert f"0.5 {drawn}/s of one" in lines[0]
     assert f"0.5 {drawn}/s to be scored" in lines[-1]
+
+
+def test_a_plan_of_pairs_counts_pairs_and_draws_none_that_are_stored(recorded):
+    online = config_of("shapes_qwenimage_dpo,online")
+    said = dry_run.epoch(table.typed(online), plan(online), "each GPU")
+    # The best and the worst image of each of 8 prompts are a pair.
+    assert said.startswith("8 prompts x 4 = 32 images, ")
+    assert said.endswith("2 updates of 4 pairs each")
+
+    folder = recorded("dpo").folder
+    config = table.of_stored(json.loads((folder / "config.json").read_text()))
+    divided = batch_plan.plan_pairs(config, 1)
+    pairs = divided.num_groups
+    said = dry_run.epoch(config, divided, "each GPU")
+    assert said.startswith(f"{pairs} stored pairs = {2 * pairs} images, ")
+    assert said.endswith(f"updates of {pairs // divided.updates_per_epoch} pairs each")
+    assert lines_of(folder, "epoch")[0]["images"] == divided.num_images
+
+    # Nothing is decoded, and nothing is to be scored.
+    work = estimate.work_of(config, divided, model_classes.by_name("qwenimage"))
+    assert not work.are_drawn
+    rates = estimate.rates()
+    assert estimate.epoch_s(config, work, rates) == estimate.epoch_s(config, work, rates._replace(s_decode=9.0))
 
 
 def test_test_prompts_are_counted_when_they_are_drawn():

@@ -23,10 +23,13 @@ class BatchPlan:
     num_branches: int  # scored outcomes per row; 1 without branching
     updates_per_epoch: int  # optimizer steps per inner epoch
     images_together: int = 1  # neighbours whose rows of a step share a minibatch: a group's, where a loss needs them
+    pairs_are_stored: bool = False  # whether groups are pairs of images on a disk, so that none is drawn
 
     @property
     def num_images(self) -> int:
-        """Scored images of an epoch, over all ranks; trunks are not scored."""
+        """Images of an epoch, over all ranks: those that are scored, which trunks are not, or those of stored pairs."""
+        if self.pairs_are_stored:
+            return 2 * self.num_groups
         steps = self.num_trained_steps if self.num_branches > 1 else 1
         return self.num_groups * self.group_size * self.num_branches * steps
 
@@ -205,6 +208,7 @@ def plan_pairs(config: Config, world_size: int) -> BatchPlan:
         num_trained_steps=1,
         num_branches=1,
         updates_per_epoch=updates,
+        pairs_are_stored=bool(config.preferences.path),
     )
 
 

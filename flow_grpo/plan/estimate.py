@@ -67,6 +67,7 @@ class Work(NamedTuple):
     forwards: Forwards
     num_images: int
     guided: bool  # whether a row of the update takes two forwards with gradients
+    are_drawn: bool = True  # whether the images are drawn, and scored; not those of stored pairs
 
 
 def work_of(config: Config, plan: BatchPlan, family: type[FlowModel], prompt: Prompt | None = None) -> Work:
@@ -88,6 +89,7 @@ def work_of(config: Config, plan: BatchPlan, family: type[FlowModel], prompt: Pr
         forwards=of_epoch(config, plan, family),
         num_images=plan.num_images,
         guided=family.is_guided(update_guidance(config)) and not config.train.detach_negative,
+        are_drawn=not plan.pairs_are_stored,
     )
 
 
@@ -205,7 +207,9 @@ def epoch_s(config: Config, work: Work, rates: Rates) -> float:
     milliseconds = weights_ms * (forwards.exact + forwards.frozen + trained) / batch_size
     milliseconds += fast_ms * forwards.fast / fast_rows
     seconds += milliseconds * model_size.held / 1e12
-    return seconds + work.num_images * _decode_s(config, rates)
+    if work.are_drawn:
+        seconds += work.num_images * _decode_s(config, rates)
+    return seconds
 
 
 def evaluation_s(config: Config, work: Work, num_prompts: int, family: type[FlowModel], shortcuts: Shortcuts) -> float:

@@ -174,12 +174,24 @@ def epoch(config: Config, plan: BatchPlan, processes: str) -> str:
     size = f"{training_size(config)} pixels (height x width)"
     if config.frames > 1:
         size = f"{training_size(config)} (height x width x frames)"
+    groups = f"{plan.num_groups} prompts x {plan.group_size}{branches} = {plan.num_images:,} {config.drawn}"
+    batch = f"batches of {plan.batch_size}"
+    if plan.pairs_are_stored:
+        groups = f"{plan.num_groups} stored pairs = {plan.num_images:,} {config.drawn}"
+        batch = f"batches of {plan.batch_size} pairs"
+    return (
+        f"{groups}, at {size}, in {plan.batches_per_epoch} {batch} on {processes}; {updates} updates of "
+        f"{_update_size(config, plan)} each"
+    )
+
+
+def _update_size(config: Config, plan: BatchPlan) -> str:
+    """Return what an update trains on in words: pairs, or rows."""
+    if config.algorithm == table.DPO:
+        return f"{plan.num_groups // plan.updates_per_epoch:,} pairs"
     # A row is a trained step of an image or trunk; the branches of a step share it.
     rows = plan.num_groups * plan.group_size * plan.num_trained_steps // plan.updates_per_epoch
-    return (
-        f"{plan.num_groups} prompts x {plan.group_size}{branches} = {plan.num_images:,} {config.drawn}, at {size}, in "
-        f"{plan.batches_per_epoch} batches of {plan.batch_size} on {processes}; {updates} updates of {rows:,} rows each"
-    )
+    return f"{rows:,} rows"
 
 
 def run_length(config: Config, plan: BatchPlan) -> str:
@@ -313,9 +325,11 @@ def _modulation(plan: Plan) -> str:
 
 
 def _looks(config: Config, plan: Plan) -> str:
-    """Line about how often a prompt is drawn; "" without prompts."""
+    """Line about how often a prompt is drawn, or a stored pair read; "" without prompts."""
     if not plan.prompts:
         return ""
+    if config.preferences.path:
+        return f"pairs: each of {plan.prompts:,} is read {rounded(plan.looks_per_prompt)} times in the run"
     line = f"prompts: each of {plan.prompts:,} is drawn {rounded(plan.looks_per_prompt)} times in the run"
     if config.sample.prompt_weights == "signal":
         line += " on average, those whose images score differently more often"
@@ -343,7 +357,7 @@ def gpu_figures(experiment: Experiment, work: estimate.Work) -> GpuFigures:
         num_images = config.num_epochs * work.num_images
         hours = num_images / images_per_s / 3600 / config.dry_run
         # Rewards with gradients are computed between the forwards, in this process.
-        if config.algorithm != table.REFL:
+        if config.algorithm != table.REFL and work.are_drawn:
             scored = images_per_s * config.dry_run * (1 + config.sample.scouts_per_image)
     if source:
         evaluation_s = _evaluation_s(config, experiment.family, experiment.prompts.evaluated, work)
