@@ -149,7 +149,12 @@ def check_words(args: argparse.Namespace) -> None:
         locations.check_hub_connection(model)
     check_flags(args)
     override(default_config(), args)
-    if args.rewards and not any((Path(name) / "config.json").is_file() for name in args.policies):
+    # A run, or the folder that best/ lies in, may have rewards of its own.
+    places = []
+    for name in args.policies:
+        places += [Path(name), Path(name).parent]
+    has_run = any((place / "config.json").is_file() for place in places)
+    if args.rewards and not has_run:
         rewards.check_rewards({name: weight or 0.0 for name, weight in args.rewards})
 
 
@@ -249,8 +254,9 @@ class Table(NamedTuple):
 
 def configured(args: argparse.Namespace) -> tuple[list[Candidate], Config]:
     """Return the policies, each with its settings, and the settings that all share, the first run's."""
-    runs = list(filter(policies_to_compare.is_run, map(Path, args.policies)))
-    common = policies_to_compare.run_config(runs[0]) if runs else Config()
+    runs = filter(None, map(policies_to_compare.run_of, map(Path, args.policies)))
+    first_run = next(runs, None)
+    common = policies_to_compare.run_config(first_run) if first_run else Config()
     common = policies_to_compare.with_model(common, args.model or common.model)
     compared = []
     for name in args.policies:
@@ -538,8 +544,9 @@ def over_seeds(table: Table, compared: list[Candidate]) -> str:
     for candidate, row in zip(compared, table.rows, strict=True):
         is_new = candidate.name not in row_of
         row_of[candidate.name] = row
-        if is_new and policies_to_compare.is_run(Path(candidate.name)):
-            runs.append(run_history.read_run(Path(candidate.name), candidate.name))
+        run_folder = policies_to_compare.run_of(Path(candidate.name))
+        if is_new and run_folder is not None:
+            runs.append(run_history.read_run(run_folder, candidate.name))
     lines = []
     for group in run_history.grouped_by_seed(runs):
         if len(group) == 1:

@@ -461,6 +461,15 @@ def test_a_table_of_policies_reproduces_every_runs_own_test_to_the_last_digit(ru
     assert len({row["jpeg_compressibility"] for row in rows}) == 5
 
 
+def test_best_of_a_run_is_evaluated_by_the_settings_of_the_run_as_the_run_is(runs):
+    run = runs[4]
+    of_run = evaluate.configured(evaluate.parser().parse_args([str(run)]))[1]
+    of_best = evaluate.configured(evaluate.parser().parse_args([str(run / "best")]))[1]
+    assert of_best == of_run != Config()
+    # A reward that the run's server scores, and that has no file here, is left to the run.
+    evaluate.check_words(evaluate.parser().parse_args([str(run / "best"), "--rewards", "served"]))
+
+
 def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, tmp_path, capsys):
     arguments = "--seeds 0 1 3 --guidance-scales 1 2 --sizes 64 64x32 --best-of 1 2 --num-prompts 3 --rewards shapes"
     found, rows = evaluated(tmp_path, runs[4], *arguments.split())

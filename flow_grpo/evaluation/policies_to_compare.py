@@ -44,6 +44,15 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file()
 
 
+def run_of(folder: Path) -> Path | None:
+    """Return the run that a folder is, or whose best/ it is; None for any other folder."""
+    if is_run(folder):
+        return folder
+    if folder.name == best.NAME and is_run(folder.parent):
+        return folder.parent
+    return None
+
+
 def run_config(folder: Path) -> Config:
     """Return the settings with which a run evaluated; those that are younger than the run have their defaults."""
     stored = table.of_stored(stored_config.read(folder / "config.json"))
@@ -70,11 +79,9 @@ def find_candidate(name: str, config: Config, weights: str) -> Candidate:
 def _candidate(name: str, config: Config, weights: str) -> Candidate:
     """Find out what a folder or hub id is. Arguments and errors as of `find_candidate`."""
     folder = Path(locations.resolve(name))
-    if is_run(folder):
-        return _candidate_of_run(name, folder, weights)
-    # The folder best/ of a run.
-    if folder.name == best.NAME and is_run(folder.parent):
-        return _candidate_of_run(name, folder.parent, "best")
+    run_folder = run_of(folder)
+    if run_folder is not None:
+        return _candidate_of_run(name, run_folder, weights if run_folder == folder else "best")
     is_model = (folder / "model_index.json").is_file()
     if (folder / lora_files.FILE).is_file() or (lora_files.is_lora(folder) and not is_model):
         return Candidate(name, "LoRA", config, lora=folder, transformer=None)
