@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from flow_grpo.algorithms.batch_plan import loss_of_whole_groups, smaller_batch
 from flow_grpo.base import locations
+from flow_grpo.base.metric_table import names_score
 from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.settings.table import BY_KEY, NFT, default_config
@@ -208,6 +209,16 @@ def _replace_task(config: ConfigDict) -> None:
         is_flat = task == MOTIONS and not needs_range
         chosen = fitting[0] if fitting and not is_flat else "jpeg_compressibility"
         config.reward_fn = {chosen: 1.0}
+    _drop_watched(config)
+
+
+def _drop_watched(config: ConfigDict) -> None:
+    """Drop watched rewards that are not on this machine, and what is said of rewards that are not measured any more."""
+    config.eval.rewards = tuple(name for name in config.eval.rewards if is_here(name))
+    measured = [*config.reward_fn, *config.eval.rewards]
+    config.reward.args = {name: args for name, args in config.reward.args.items() if name in measured}
+    if not names_score(config.eval.best_by, measured):
+        config.eval.best_by = default_config().eval.best_by
 
 
 def is_here(reward: str) -> bool:

@@ -135,6 +135,41 @@ def test_smoke_replaces_what_is_not_on_this_machine_and_says_so(own_file):
     assert help_text.replaced(f"{own_file}:large", config) == []
 
 
+WATCHING = """
+from config import grpo
+from flow_grpo.settings.config_files import select
+
+
+def mine():
+    config = grpo.pickscore_qwenimage()
+    config.eval.rewards = ("aesthetic", "jpeg_compressibility")
+    config.eval.best_by = "aesthetic"
+    with config.unlocked():
+        config.reward.args = {"pickscore": {"url": "http://127.0.0.1:1"}}
+    return config
+
+
+def get_config(name):
+    return select(name, (mine,), grpo.VARIANTS, __file__)
+"""
+
+
+def test_smoke_leaves_out_watched_rewards_that_are_not_here_and_what_is_said_of_them(tmp_path):
+    file = tmp_path / "watching.py"
+    file.write_text(WATCHING)
+    config = command_line.config_of([f"--config={file}:mine,smoke"], DEFAULT)
+    assert config.eval.rewards == ("jpeg_compressibility",)
+    assert (config.eval.best_by, config.reward.args.to_dict()) == ("avg", {})
+    checks.check(config, checks.GRPO)
+    lines = help_text.replaced(f"{file}:mine,smoke", config)
+    assert "smoke replaces eval.best_by aesthetic by avg" in lines
+    assert any(line.startswith("smoke replaces eval.rewards ('aesthetic', ") for line in lines)
+    # What the command line names is asked as the file says.
+    for named in ("--config.reward_fn.pickscore=1", "--config.eval.rewards=ocr,pickscore"):
+        config = command_line.config_of([f"--config={file}:mine,smoke", named], DEFAULT)
+        assert config.reward.args.to_dict() == {"pickscore": {"url": "http://127.0.0.1:1"}}
+
+
 LEFT_OUT = "smoke leaves out the reward pickscore, which needs weights of the hub or a server"
 SMOKE_AND_FLAGS = [  # flags, the rewards that remain, and what smoke is said to have replaced among these
     ([], {"shapes": 1.0}, ["dataset", "reward_fn"]),

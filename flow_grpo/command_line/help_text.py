@@ -14,6 +14,11 @@ from flow_grpo.command_line import overrides
 from flow_grpo.settings import config_files, table
 
 WIDTH = 120  # characters of a line
+# What the variant smoke says that it replaces.
+REPLACED_BY_SMOKE = (
+    *("model", "dataset", "reward_fn", "eval.rewards", "eval.best_by"),
+    *("height", "width", "frames", "precision"),
+)
 HIDDEN = ("name", "dry_run")  # settings that say nothing of the experiment
 SECTIONS = {section or "config": section for section in table.SECTIONS}  # as they are typed
 
@@ -139,10 +144,11 @@ def replaced(file: str, config: ConfigDict, arguments: Sequence[str] = ()) -> li
     smoke = config_files.load(file).to_dict()
     now = config.to_dict()
     lines = []
-    for key in ("model", "dataset", "reward_fn", "height", "width", "frames", "precision"):
-        overridden = now[key] != smoke[key]  # by the command line, which has the last word
-        if smoke[key] != before[key] and not overridden:
-            lines.append(f"smoke replaces {key} {before[key]} by {now[key]}")
+    for key in REPLACED_BY_SMOKE:
+        was, stand_in, value = (table.value_of(values, key) for values in (before, smoke, now))
+        overridden = value != stand_in  # by the command line, which has the last word
+        if stand_in != was and not overridden:
+            lines.append(f"smoke replaces {key} {was} by {value}")
     if overrides.names_rewards(arguments):
         left_out = [name for name in before["reward_fn"] if name not in now["reward_fn"]]
         lines += [
