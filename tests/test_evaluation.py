@@ -461,6 +461,14 @@ def test_a_table_of_policies_reproduces_every_runs_own_test_to_the_last_digit(ru
     assert len({row["jpeg_compressibility"] for row in rows}) == 5
 
 
+def test_a_model_of_another_pipeline_is_compared_without_the_class_of_a_runs_own_model():
+    config = with_values(Config(), {"model_class": "plain_guidance:PlainGuidance@0123"})
+    classes = {"flow_grpo/assets/tiny_qwenimage": config.model_class, "flow_grpo/assets/tiny_sd3": ""}
+    for model, model_class in classes.items():
+        candidate = policies_to_compare.find_candidate(model, config, "best")
+        assert candidate.config.model_class == model_class
+
+
 def test_best_of_a_run_is_evaluated_by_the_settings_of_the_run_as_the_run_is(runs):
     run = runs[4]
     of_run = evaluate.configured(evaluate.parser().parse_args([str(run)]))[1]

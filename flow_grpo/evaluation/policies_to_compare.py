@@ -8,6 +8,7 @@ import torch
 from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best
+from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.settings import stored_config, table
 from flow_grpo.settings.sections import Config
@@ -60,10 +61,13 @@ def run_config(folder: Path) -> Config:
 
 
 def with_model(config: Config, model: str) -> Config:
-    """Return settings of a model. lora.base, which is added to the model that the settings had, is not to another."""
+    """Return settings of a model. Another model than the settings had is without lora.base, which was added to that
+    one, and without a class of one's own for another pipeline."""
     before = Path(locations.resolve(config.model)).resolve()
     if Path(locations.resolve(model)).resolve() != before:
         config = replace(config, lora=replace(config.lora, base=""))
+        if config.model_class and loading.pipeline_name(model) != loading.pipeline_name(config.model):
+            config = replace(config, model_class="")
     return replace(config, model=model)
 
 
