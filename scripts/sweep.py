@@ -156,15 +156,29 @@ class Sweep:
         start = [sys.executable]
         if self.args.ranks > 1:
             start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.args.ranks}", HANDLED]
-        flags = [*self.args.flags, *member.settings(self.out), "--config.resume_from=latest"]
-        return [*start, str(locations.find_command(self.args.script)), *flags]
+        return [*start, str(locations.find_command(self.args.script)), *self.flags(member)]
+
+    def flags(self, member: Member) -> list[str]:
+        """Return all flags of a run."""
+        return [*self.args.flags, *member.settings(self.out), "--config.resume_from=latest"]
+
+    def ended_before(self, member: Member) -> str:
+        """Return what to say of a run that has ended: the flags that were others, too."""
+        then = provenance.starts(self.out / member.name)[-1]["command"][1:]
+        now = provenance.without_queries(self.flags(member))
+        only_then = shlex.join(word for word in then if word not in now) or "none"
+        only_now = shlex.join(word for word in now if word not in then) or "none"
+        said = f"{member.name}: has ended before"
+        if only_then == only_now:
+            return said
+        return f"{said} and stays, though its flags were others: {only_then} then, {only_now} now"
 
     def run(self) -> None:
         """Make every run that has not ended."""
         waiting = []
         for member in self.members:
             if has_ended(self.out / member.name):
-                print(f"{member.name}: has ended before", flush=True)
+                print(self.ended_before(member), flush=True)
             else:
                 waiting.append(member)
         for number in SIGNALS:

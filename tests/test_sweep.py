@@ -15,6 +15,7 @@ from test_signals import epochs_of
 
 from flow_grpo.base import signals
 from flow_grpo.checkpoints import checkpoints
+from flow_grpo.monitoring import provenance
 
 SCRIPT = "scripts/train_qwenimage.py"
 
@@ -105,6 +106,25 @@ def test_the_table_has_means_over_seeds_and_the_lowest(recorded, tmp_path):
     head, _, row = text.splitlines()
     assert head == "| train.learning_rate | runs | validation: best | test: before | last | best | lowest best |"
     assert row == "| 1 | 2 | -0.75 ± 0.25 | -3 | -2.75 ± 0.25 | -1.75 ± 0.25 | -2 |"
+
+
+def test_a_run_that_has_ended_is_named_with_the_flags_that_were_others(tmp_path):
+    model = "--config.reward.args.judge.url=http://127.0.0.1/v1"
+    vary = ["--out", tmp_path, "--vary", "seed=1", SCRIPT]
+    then = sweep.Sweep(parsed(*vary, f"{model}?key=secret", "--config.num_epochs=4"))
+    (member,) = then.members
+    command = provenance.without_queries([SCRIPT, *then.flags(member)])
+    (tmp_path / member.name).mkdir()
+    entry = {"start": "", "command": command, "end": ""}
+    (tmp_path / member.name / provenance.FILE).write_text(json.dumps({"starts": [entry]}))
+
+    assert sweep.has_ended(tmp_path / member.name)
+    assert then.ended_before(member) == "seed_1: has ended before"
+    longer = sweep.Sweep(parsed(*vary, f"{model}?key=another", "--config.num_epochs=8"))
+    said = longer.ended_before(member)
+    assert said.endswith("others: --config.num_epochs=4 then, --config.num_epochs=8 now")
+    shorter = sweep.Sweep(parsed(*vary, model))
+    assert shorter.ended_before(member).endswith("others: --config.num_epochs=4 then, none now")
 
 
 @pytest.mark.slow

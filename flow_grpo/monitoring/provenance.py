@@ -78,8 +78,7 @@ def note_start(run_folder: Path, config: Config, world_size: int, epoch: int) ->
     start = {
         "start": now(),
         "epoch": epoch,
-        # The query of an address may be a secret.
-        "command": [re.sub(r"\?[^\s'\"]*", "", word) for word in sys.argv],
+        "command": without_queries(sys.argv),
         "host": socket.gethostname(),
         "gpus": list(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
         "ranks": world_size,
@@ -97,6 +96,11 @@ def note_start(run_folder: Path, config: Config, world_size: int, epoch: int) ->
     diff = _git("diff", "HEAD")
     if diff:
         (source / "changes.diff").write_text(diff[:MOST_DIFF])
+
+
+def without_queries(arguments: list[str]) -> list[str]:
+    """Return the arguments of a command without the queries of addresses, which may be secrets."""
+    return [re.sub(r"\?[^\s'\"]*", "", argument) for argument in arguments]
 
 
 def note_end(run_folder: Path) -> None:
