@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from flow_grpo.algorithms import batch_plan
+from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.pixels import film_strips, to_pictures
@@ -169,7 +170,7 @@ def load_run(folder: Path | str, weights: str, device: torch.device | str | None
     folder = Path(folder)
     if weights not in WEIGHTS:
         raise UserError(f"weights is {quoted(weights)}; it may be {', '.join(WEIGHTS)}")
-    if not policies_to_compare.is_run(folder):
+    if not folders.is_run(folder):
         raise UserError(f"{folder} is no run's folder: it has no config.json and metrics.jsonl")
     config = read_run(folder, folder.name).config
     name = config.model if weights == "base" else str(folder)

@@ -25,7 +25,7 @@ import yaml
 from ml_collections import ConfigDict
 
 from flow_grpo import rewards
-from flow_grpo.base import locations
+from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.command_line import command_line
@@ -149,12 +149,9 @@ def check_words(args: argparse.Namespace) -> None:
         locations.check_hub_connection(model)
     check_flags(args)
     override(default_config(), args)
-    # A run, or the folder that best/ lies in, may have rewards of its own.
-    places = []
-    for name in args.policies:
-        places += [Path(name), Path(name).parent]
-    has_run = any((place / "config.json").is_file() for place in places)
-    if args.rewards and not has_run:
+    # A run may have rewards of its own.
+    runs = [name for name in args.policies if folders.run_of(Path(name))]
+    if args.rewards and not runs:
         rewards.check_rewards({name: weight or 0.0 for name, weight in args.rewards})
 
 
@@ -165,7 +162,7 @@ if __name__ == "__main__":  # before torch is imported, so that --help and mista
 import torch
 from torch import Tensor
 
-from flow_grpo.base import checksums, distributed, folders
+from flow_grpo.base import checksums, distributed
 from flow_grpo.base.formatting import markdown_table, with_error
 from flow_grpo.base.pixels import beside_sources
 from flow_grpo.base.prompt import captions_of, texts_of
@@ -254,7 +251,7 @@ class Table(NamedTuple):
 
 def configured(args: argparse.Namespace) -> tuple[list[Candidate], Config]:
     """Return the policies, each with its settings, and the settings that all share, the first run's."""
-    runs = filter(None, map(policies_to_compare.run_of, map(Path, args.policies)))
+    runs = filter(None, map(folders.run_of, map(Path, args.policies)))
     first_run = next(runs, None)
     common = policies_to_compare.run_config(first_run) if first_run else Config()
     common = policies_to_compare.with_model(common, args.model or common.model)
@@ -544,7 +541,7 @@ def over_seeds(table: Table, compared: list[Candidate]) -> str:
     for candidate, row in zip(compared, table.rows, strict=True):
         is_new = candidate.name not in row_of
         row_of[candidate.name] = row
-        run_folder = policies_to_compare.run_of(Path(candidate.name))
+        run_folder = folders.run_of(Path(candidate.name))
         if is_new and run_folder is not None:
             runs.append(run_history.read_run(run_folder, candidate.name))
     lines = []

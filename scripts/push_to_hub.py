@@ -11,7 +11,7 @@ read the card before it is public. `hf auth login` first. A repository that is t
 import argparse
 from pathlib import Path
 
-from flow_grpo.base import locations
+from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line
 from flow_grpo.command_line import command_line
@@ -58,7 +58,7 @@ PATTERNS = ("README.md", "*.png", lora_files.FILE, "transformer/*")
 
 def chosen_folder(run_folder: Path, weights: str) -> Path:
     """Return the folder of a run's best or last weights. Raise UserError if it is no run, or has no such weights."""
-    if not policies_to_compare.is_run(run_folder):
+    if not folders.is_run(run_folder):
         raise UserError(f"{run_folder} is no run's folder: it has no config.json and metrics.jsonl")
     candidate = policies_to_compare.find_candidate(str(run_folder), Config(), weights)
     if candidate.lora:

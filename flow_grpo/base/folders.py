@@ -24,6 +24,7 @@ LOCK = ".lock"
 INPUTS = "inputs.json"
 DIGESTS = "digests.json"
 PARENT = "parent.json"
+BEST = "best"  # the folder in a run's that holds its best policy
 WAIT_S = 10.0  # for a killed holder, whose lock stays until the system has taken back all of its memory
 SCRATCH = ".scratch-"  # in the names of what is being written
 LEFTOVER_S = 3600.0  # age of a scratch file that nobody is writing any more
@@ -38,6 +39,20 @@ UNWRITABLE = (*FULL, errno.EACCES, errno.EROFS, errno.ENOENT, errno.ENOTDIR, err
 Record = TypeVar("Record")
 
 _held: dict[Path, TextIO] = {}  # folder -> its open lock file; the system ends the lock when the file is closed
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is a run's."""
+    return (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file()
+
+
+def run_of(folder: Path) -> Path | None:
+    """Return the run that a folder is, or whose best/ it is; None for any other folder."""
+    if is_run(folder):
+        return folder
+    if folder.name == BEST and is_run(folder.parent):
+        return folder.parent
+    return None
 
 
 def apply_umask(file: Path) -> None:

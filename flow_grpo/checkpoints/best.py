@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from flow_grpo.base import checksums, distributed, folders
 from flow_grpo.checkpoints import checkpoints
 
-NAME = "best"
+NAME = folders.BEST
 FILE = "evaluation.json"
 # Folder of the training state, if config.health.action is roll_back.
 STATE = "checkpoint"

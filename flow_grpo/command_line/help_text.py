@@ -145,7 +145,9 @@ def replaced(file: str, config: ConfigDict, arguments: Sequence[str] = ()) -> li
     now = config.to_dict()
     lines = []
     for key in REPLACED_BY_SMOKE:
-        was, stand_in, value = (table.value_of(values, key) for values in (before, smoke, now))
+        was = table.value_of(before, key)
+        stand_in = table.value_of(smoke, key)
+        value = table.value_of(now, key)
         overridden = value != stand_in  # by the command line, which has the last word
         if stand_in != was and not overridden:
             lines.append(f"smoke replaces {key} {was} by {value}")

@@ -76,7 +76,7 @@ def _drop_stand_ins(config: ConfigDict, file: str, arguments: Sequence[str]) -> 
         wanted = {*before.reward_fn, *named}
         config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if name in wanted}
     for name, options in before.reward.args.items():
-        is_watched = re.search(rf"--?config\.eval\.rewards[= ]\S*\b{name}\b", line)
+        is_watched = re.search(rf"--?config\.eval\.rewards[= ]\S*\b{re.escape(name)}\b", line)
         if name in named or is_watched:
             with config.unlocked():
                 config.reward.args[name] = options

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from flow_grpo.base import locations
+from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.checkpoints import best
 from flow_grpo.diffusers_patch import loading
@@ -40,20 +40,6 @@ class Candidate:
     transformer: Path | None  # folder of its weights, trained in full
 
 
-def is_run(folder: Path) -> bool:
-    """Return whether a folder is a run's."""
-    return (folder / "config.json").is_file() and (folder / "metrics.jsonl").is_file()
-
-
-def run_of(folder: Path) -> Path | None:
-    """Return the run that a folder is, or whose best/ it is; None for any other folder."""
-    if is_run(folder):
-        return folder
-    if folder.name == best.NAME and is_run(folder.parent):
-        return folder.parent
-    return None
-
-
 def run_config(folder: Path) -> Config:
     """Return the settings with which a run evaluated; those that are younger than the run have their defaults."""
     stored = table.of_stored(stored_config.read(folder / "config.json"))
@@ -83,7 +69,7 @@ def find_candidate(name: str, config: Config, weights: str) -> Candidate:
 def _candidate(name: str, config: Config, weights: str) -> Candidate:
     """Find out what a folder or hub id is. Arguments and errors as of `find_candidate`."""
     folder = Path(locations.resolve(name))
-    run_folder = run_of(folder)
+    run_folder = folders.run_of(folder)
     if run_folder is not None:
         return _candidate_of_run(name, run_folder, weights if run_folder == folder else "best")
     is_model = (folder / "model_index.json").is_file()

@@ -195,7 +195,7 @@ class Run:
     @property
     def update_guidance(self) -> float:
         """Guidance scale of the policy's forwards in the update."""
-        return self.config.train.guidance_scale or self.config.sample.guidance_scale
+        return self.config.update_guidance
 
     @property
     def folder(self) -> Path:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from flow_grpo.base import checksums
+from flow_grpo.base import checksums, folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -103,11 +103,10 @@ def _base_of_run(path: str) -> str | None:
         folder = lora_files.find_file(path).parent
     except UserError:
         return None
-    # A run's folder, or best/ in it.
-    for place in (folder, folder.parent):
-        if (place / "config.json").is_file() and (place / "metrics.jsonl").is_file():
-            return table.of_stored(stored_config.read(place / "config.json")).lora.base
-    return None
+    run_folder = folders.run_of(folder)
+    if run_folder is None:
+        return None
+    return table.of_stored(stored_config.read(run_folder / "config.json")).lora.base
 
 
 def check(path: Path | str, transformer: nn.Module, family: type[FlowModel], model: str) -> None:
