@@ -65,7 +65,7 @@ def update_guidance(config: Config) -> float:
     """Return the guidance scale of the policy's forwards in the update. Pairs are compared without guidance."""
     if config.algorithm == table.DPO:
         return 0.0
-    return config.update_guidance
+    return config.train.guidance_scale or config.sample.guidance_scale
 
 
 def has_reference(config: Config) -> bool:

@@ -31,6 +31,7 @@ from flow_grpo.kernels import compilation
 from flow_grpo.monitoring import health
 from flow_grpo.monitoring.dashboard import Dashboard
 from flow_grpo.monitoring.metrics import Meter, RowValues
+from flow_grpo.plan import forwards
 from flow_grpo.run.input_files import Inputs
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.settings import table
@@ -195,7 +196,7 @@ class Run:
     @property
     def update_guidance(self) -> float:
         """Guidance scale of the policy's forwards in the update."""
-        return self.config.update_guidance
+        return forwards.update_guidance(self.config)
 
     @property
     def folder(self) -> Path:

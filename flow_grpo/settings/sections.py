@@ -656,11 +656,6 @@ class Config(Section):
         return "images" if self.frames == 1 else "videos"
 
     @property
-    def update_guidance(self) -> float:
-        """Return the guidance scale of the policy's forwards in the update, but for pairs."""
-        return self.train.guidance_scale or self.sample.guidance_scale
-
-    @property
     def watched_rewards(self) -> list[str]:
         """Return the rewards that evaluations measure beside those that are trained on."""
         return [name for name in self.eval.rewards if name not in self.reward_fn]
