@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import learn_record
-import torch
 
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.command_line import command_line
+from flow_grpo.command_line.gpus import visible_gpus
 from flow_grpo.monitoring.plots import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -150,9 +150,9 @@ def execute(command: list[str], log: Path, num_threads: int, number: int) -> int
     # The user's environment goes before these two.
     env = {"OMP_NUM_THREADS": str(num_threads), "WANDB_MODE": "disabled"} | os.environ
     env["PYTHONPATH"] = os.pathsep.join(paths)
-    num_gpus = torch.cuda.device_count()
-    if num_gpus:
-        env["CUDA_VISIBLE_DEVICES"] = str(number % num_gpus)
+    gpus = visible_gpus()
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
     with log.open("a") as file:
         return subprocess.run(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
 

@@ -28,6 +28,7 @@ from transformers import CLIPImageProcessor, CLIPProcessor
 
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import command_line
+from flow_grpo.command_line.gpus import visible_gpus
 from flow_grpo.rewards.clients.client import Server, ServerError
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.settings.sections import Reward
@@ -63,9 +64,9 @@ RUNS = {
 
 
 class Job:
-    """A run of bench.py on some of the host's GPUs."""
+    """A run of bench.py on some of the GPUs that this process sees."""
 
-    def __init__(self, name: str, gpus: list[int], args: argparse.Namespace, stack: contextlib.ExitStack):
+    def __init__(self, name: str, gpus: list[str], args: argparse.Namespace, stack: contextlib.ExitStack):
         self.name = name
         self.gpus = gpus
         self.most_gib = {}  # memory of the host, by kind
@@ -103,10 +104,10 @@ class Job:
         return line
 
 
-def environment(gpus: list[int]) -> dict[str, str]:
-    """Return the variables of a run on some of the host's GPUs."""
+def environment(gpus: list[str]) -> dict[str, str]:
+    """Return the variables of a run on some of the GPUs that this process sees."""
     variables = dict(os.environ)
-    variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     # torchrun gives each of several ranks one thread of the CPU, but a single rank as many as the host has cores, which
     # single runs side by side then fight for.
     variables.setdefault("OMP_NUM_THREADS", "1")
@@ -173,7 +174,7 @@ def write_model(folder: Path) -> None:
 def pending(args: argparse.Namespace) -> list[tuple[str, int]]:
     """Return the configurations that are not measured yet, each with a number of GPUs: those of --gpus, else powers of
     two, few before many; at the end `reward`, on all GPUs but one."""
-    most = torch.cuda.device_count()
+    most = len(visible_gpus())
     counts = args.gpus or powers_of_two(most)
     runs = []
     for count in counts:
@@ -198,7 +199,7 @@ def measure(args: argparse.Namespace, end_s: float, stack: contextlib.ExitStack)
     """Run what is pending wherever GPUs are free and write a line for each."""
     jobs = []
     left = pending(args)
-    free = list(range(torch.cuda.device_count()))
+    free = visible_gpus()
     while jobs or (left and time.monotonic() < end_s):
         if time.monotonic() < end_s:
             begin(left, free, jobs, args, stack)
@@ -213,7 +214,7 @@ def measure(args: argparse.Namespace, end_s: float, stack: contextlib.ExitStack)
 
 def begin(
     left: list[tuple[str, int]],
-    free: list[int],
+    free: list[str],
     jobs: list[Job],
     args: argparse.Namespace,
     stack: contextlib.ExitStack,
@@ -312,7 +313,7 @@ def table(lines: list[dict]) -> str:
 
 
 def main(args: argparse.Namespace) -> None:
-    if "reward" in args.runs and torch.cuda.device_count() < 2:
+    if "reward" in args.runs and len(visible_gpus()) < 2:
         sys.exit("reward takes at least two GPUs: one scores what the others draw")
     if "start" in args.runs:
         write_model(args.model)

@@ -14,7 +14,6 @@ import itertools
 import os
 import re
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -30,6 +29,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted, with_error
 from flow_grpo.base.signals import SIGNALS, STATUS
 from flow_grpo.command_line import command_line
+from flow_grpo.command_line.gpus import gpu_names, visible_gpus
 from flow_grpo.settings import unknown_names
 from flow_grpo.settings.table import BY_KEY, default_config, flat
 
@@ -122,14 +122,8 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def gpus_of(text: str) -> list[str]:
-    """Return the GPUs of --gpus, or else those that this process sees; [] on a machine without one."""
-    listed = text or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if listed:
-        return [gpu.strip() for gpu in listed.split(",")]
-    if not shutil.which("nvidia-smi"):
-        return []
-    lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
-    return [str(number) for number, line in enumerate(lines) if line.startswith("GPU ")]
+    """Return the GPUs of --gpus, or else those that this process sees."""
+    return gpu_names(text) or visible_gpus()
 
 
 args = None

@@ -208,6 +208,14 @@ def test_a_finished_run_is_not_repeated_and_others_are(tmp_path, monkeypatch, ca
     assert "grpo_seed1: finished before" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(("seen", "given"), [("2,5", "5"), ("GPU-a, GPU-b", "GPU-b"), ("", "")])
+def test_a_run_gets_one_of_the_gpus_that_the_study_was_given(seen, given, tmp_path, monkeypatch):
+    """Not one of the machine's others."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert learn.execute(["/usr/bin/env"], tmp_path / "log", 1, 1) == 0
+    assert f"CUDA_VISIBLE_DEVICES={given}" in (tmp_path / "log").read_text().splitlines()
+
+
 def test_a_resumed_run_gets_the_seconds_that_its_checkpoint_leaves(tmp_path):
     write(tmp_path / "grpo_seed1", [{"kind": "epoch", "epoch": n, "time/epoch_s": 7.0} for n in range(3)])
     args = arguments("--out", tmp_path, "--seconds", 36)
@@ -224,13 +232,19 @@ def test_a_resumed_run_gets_the_seconds_that_its_checkpoint_leaves(tmp_path):
     assert hours() == pytest.approx(22 / 3600)
 
 
+def test_numbers_of_gpus_go_up_to_those_that_the_process_sees(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,7")
+    args = scaling.parser().parse_args([str(tmp_path / "lines.jsonl"), "--runs", "start"])
+    assert scaling.pending(args) == [("start", 1), ("start", 2)]
+
+
 def test_one_rank_has_no_more_threads_than_each_of_several(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    variables = scaling.environment([1, 3])
+    variables = scaling.environment(["1", "3"])
     assert variables["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert variables["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert scaling.environment([0])["OMP_NUM_THREADS"] == "4", "what is set stays"
+    assert scaling.environment(["0"])["OMP_NUM_THREADS"] == "4", "what is set stays"
 
 
 def narrow_clip():

@@ -44,6 +44,14 @@ def test_places_are_gpus_of_their_own_or_the_cpu():
     assert sweep.places_of(["0", "1", "5"], 2, 1) == [{"CUDA_VISIBLE_DEVICES": "0,1"}]
 
 
+def test_a_sweep_takes_the_gpus_that_it_is_given_or_else_those_that_it_sees(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,6")
+    assert sweep.gpus_of("") == ["3", "6"]
+    assert sweep.gpus_of("0, 1") == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert sweep.gpus_of("") == [], "it is asked to use none"
+
+
 def test_what_no_run_could_be_started_with_is_refused(tmp_path):
     vary = ["--out", tmp_path / "runs", "--vary"]
     rows = [
