@@ -7,7 +7,8 @@
     python benchmarks/ladder.py draw --out runs/ladder
 
 Bases are those evaluations of their builder that are right as often as the shipped one, about 0.4. `train` makes what
-is not finished, `draw` reads the metrics.jsonl of every run. Runs are called SIZE_ALGORITHM_RATE_SEED.
+is not finished, `draw` reads the metrics.jsonl of every run. Runs are called SIZE_ALGORITHM_RATE_SEED. Ranks of LoRA
+are sizes, too, each with a call of its own: `--bases rank8=flow_grpo/assets/tiny_qwenimage --set lora.rank=8`.
 """
 
 import argparse
@@ -68,14 +69,15 @@ def own_rate(run: learn.Trained) -> float:
     return float(run.settings.get("train.learning_rate", config.train.learning_rate))
 
 
-def rungs(sizes: list[str], seeds: list[int]) -> list[Rung]:
+def rungs(sizes: list[str], algorithms: list[str], seeds: list[int]) -> list[Rung]:
     """Return all runs, those of one seed before those of the next."""
     found = []
     for seed in seeds:
         for size in sizes:
-            for name, run in ALGORITHMS.items():
+            for name in algorithms:
                 for factor in FACTORS:
-                    found.append(Rung(size, name, float(f"{factor * own_rate(run):.2g}"), seed))
+                    rate = factor * own_rate(ALGORITHMS[name])
+                    found.append(Rung(size, name, float(f"{rate:.2g}"), seed))
     return found
 
 
@@ -97,7 +99,7 @@ def train(args: argparse.Namespace) -> int:
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)
     bases = dict(text.split("=", 1) for text in args.bases)
-    chosen = rungs(list(bases), args.seeds)
+    chosen = rungs(list(bases), args.only, args.seeds)
 
     def make(number: int) -> bool:
         rung = chosen[number]
@@ -164,6 +166,7 @@ def parser() -> argparse.ArgumentParser:
     add = commands.add_parser("train", help="make the runs").add_argument
     add("--out", type=Path, default=Path("runs/ladder"), help="folder of all runs")
     add("--bases", nargs="+", required=True, metavar="SIZE=FOLDER", help="pipelines, by names without _")
+    add("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), help="of the algorithms")
     add("--seconds", type=float, default=150.0, help="of each run, its evaluations included")
     add("--parallel", type=int, default=1, help="processes side by side")
     add("--seeds", type=int, nargs="+", default=[1])

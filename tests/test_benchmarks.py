@@ -289,10 +289,11 @@ def test_scaling_measures_what_its_file_lacks_and_the_hidden_share_of_a_reward(t
 
 def test_a_ladders_runs_differ_in_base_and_rate_alone(tmp_path):
     args = ladder.parser().parse_args(["train", "--bases", "small=a", "--out", str(tmp_path), "--gpu"])
-    rungs = ladder.rungs(["small", "large"], [1, 2])
+    rungs = ladder.rungs(["small", "large"], args.only, [1, 2])
     assert len({rung.name for rung in rungs}) == 2 * 2 * 5 * 5
     for rung in rungs:
         assert ladder.Rung.of_folder(rung.name) == rung
+    assert ladder.rungs(["small"], ["nft"], [1]) == [rung for rung in rungs if rung[0::3] == ("small", 1)][10:15]
     for algorithm, run in ladder.ALGORITHMS.items():
         rates = [rung.rate for rung in rungs if rung.algorithm == algorithm and rung[0::3] == ("small", 1)]
         config = config_files.load(run.config)
