@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node=8 scripts/train_qwenimage.py --config config/grpo.py:pickscore_qwenimage
 
-Paper: arXiv:2505.05470. Configs of it are Flow-GRPO-Fast (noise in a window at a random place), MixGRPO (in a window
-that moves, arXiv:2507.21802) and GRPO-Guard (another loss, arXiv:2510.22319): see docs/algorithms/. `rollout` and
-`add_gradients` are the algorithm, `main` its loop. Without arguments it trains the shipped tiny model. minimal_grpo.py
-is shorter.
+Paper: arXiv:2505.05470. Other configs make it Flow-GRPO-Fast (noise in a window of steps at a random place), MixGRPO
+(a window that moves, arXiv:2507.21802) or GRPO-Guard (another loss, arXiv:2510.22319): see docs/algorithms/. `rollout`
+and `add_gradients` are the algorithm, `main` is its loop. Without arguments it trains the shipped tiny model.
+minimal_grpo.py is a shorter version.
 """
 
 from flow_grpo.command_line import checks, command_line
@@ -66,12 +66,15 @@ def rollout(run: Run, epoch: int) -> tuple[StoredSteps, list[rewards.Submitted]]
 
 
 def window_at(sample: Sample, seed: int, epoch: int, block: int, num_updates: int) -> range:
-    """Choose the noisy steps of a block: the fewest batches that hold whole groups, so that a group shares a window.
+    """Choose the window of noisy steps for a block of batches.
+
+    A block is the fewest consecutive batches that hold whole groups, so all images of a group share one window.
 
     Args:
-        num_updates: optimizer steps before the epoch.
+        block: number of the block within the epoch, over all ranks.
+        num_updates: optimizer steps taken before the epoch.
     """
-    # Flow-GRPO: all steps but the last, whose noise is next to none in most models, since it ends at sigma 0.
+    # Flow-GRPO: all steps but the last, which ends at sigma 0 and so adds next to no noise in most models.
     size = sample.sde_window_size
     if size == 0:
         return range(sample.num_steps - 1)
@@ -111,8 +114,8 @@ def add_gradients(run: Run, rows: StepRows) -> None:
         run.meter.add(kl_reference=kl)
         loss = loss + pull(run, rows, kl)
 
-    # Logged. Before the epoch's first optimizer step, optimizer_step ends the run unless all are 0. An objective of
-    # one's own may have no ratio: then the difference of the log-probs stands in.
+    # Log-ratios are logged. Before the epoch's first optimizer step all of them must be 0, or optimizer_step ends the
+    # run. For an objective without a ratio of its own, the difference of the log-probs stands in.
     log_ratio = surrogate.log_ratio
     if log_ratio is None:
         log_ratio = step.log_prob - rows.log_probs

@@ -37,8 +37,9 @@ from flow_grpo.run.update import backward, optimizer_step
 from flow_grpo.settings import declared
 from flow_grpo.settings.sections import Config
 
-# Held-out pairs that are judged, evenly spread, and the fixed noises and levels at which each is judged.
+# Most held-out pairs that `validate` judges; they are spread evenly over all of them.
 HELD_OUT_PAIRS = 256
+# Draws of noise and level at which it judges each pair, the same in every epoch.
 NOISES_PER_PAIR = 4
 
 

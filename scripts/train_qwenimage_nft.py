@@ -81,11 +81,11 @@ def finished_images(run: Run, epoch: int, batch: Batch, samples: Samples) -> Fin
 
 
 def noise_index(run: Run, image: int) -> int:
-    """Return the number that names an image's noises and levels: the image's, or with train.shared_noise that of the
-    first image of its group.
+    """Return the image number from which an image's noises and levels are seeded: its own, or with train.shared_noise
+    that of the first image of its group.
 
-    The advantages of a group add up to 0, so what its images have in common cancels in the gradient, above all the
-    noise that velocities are compared with.
+    The advantages of a group add up to 0, so whatever its images have in common cancels in the gradient. With shared
+    noise that includes the noise in the velocities' target, noise - x_0.
     """
     if run.config.train.shared_noise:
         return image - image % run.plan.group_size
@@ -93,7 +93,8 @@ def noise_index(run: Run, image: int) -> int:
 
 
 def draw_noise(run: Run, rows: ImageRows) -> Tensor:
-    """Noise of the rows' images [R, N, C], another one for each image, timestep and pass over the rollout."""
+    """Draw the noise of the rows' images, [R, N, C]: new noise for each image (with train.shared_noise for each group),
+    timestep and pass over the rollout."""
     generators = []
     for image, step in rows.row_ids.tolist():
         index = noise_index(run, image)

@@ -3,9 +3,9 @@
     torchrun --nproc_per_node=8 scripts/train_qwenimage_refl.py --config config/refl.py:pickscore_qwenimage_refl
 
 Papers, by train.gradient_path: ReFL (arXiv:2304.05977), DRaFT (arXiv:2309.17400), LeapAlign (arXiv:2604.15311) and
-FlowBP (arXiv:2606.11075). The reward must be differentiable by the image: a network that this process computes. There
-are no groups, no advantages and no noise: every image has a gradient of its own. Without arguments it trains the
-shipped tiny model.
+FlowBP (arXiv:2606.11075). The reward must be differentiable with respect to the image: a network that this process
+computes. There are no groups, no advantages and no noise: every image has a gradient of its own. Without arguments it
+trains the shipped tiny model.
 """
 
 from flow_grpo.command_line import checks, command_line
@@ -43,18 +43,21 @@ from flow_grpo.weights import policies
 
 
 def choose_path(run: Run, epoch: int, update: int, batch: PlannedBatch) -> list[PathStep]:
-    """Draw the steps that gradients of a batch go through: the same on any number of GPUs."""
+    """Draw the steps that a batch's gradients go through; the draw is the same on any number of GPUs."""
     train = run.config.train
-    # ReFL's walk ends at its step. Sharded weights take equally many forwards on all ranks, so an update has one step.
-    number = update if train.gradient_path == "refl" else batch.image_numbers[0] // run.plan.batch_size
-    generator = rng.generator(run.config.seed, "gradient steps", epoch, number)
+    # The global number of the batch, so that each batch has steps of its own. But ReFL's walk ends at the drawn step,
+    # and with sharded weights all ranks must make equally many forwards: there all batches of an update share a draw.
+    draw_number = batch.image_numbers[0] // run.plan.batch_size
+    if train.gradient_path == "refl":
+        draw_number = update
+    generator = rng.generator(run.config.seed, "gradient steps", epoch, draw_number)
     steps = choose_steps(train, run.config.sample.num_steps, generator)
     return path_of(train, steps, run.scheduler.sigmas.tolist())
 
 
 @torch.no_grad()
 def velocity_at(run: Run, step: int, x: Tensor, condition: Condition) -> Tensor:
-    """Velocity [B, ...] of the policy at a step, without gradients, with the bits of the update's."""
+    """Velocity [B, ...] of the policy at a step, without gradients, bit for bit as the update will compute it."""
     with run.exact():
         return run.velocity(x, timesteps_of(run, step, len(x)), condition).detach()
 
@@ -79,8 +82,8 @@ def rollout(run: Run, epoch: int, update: int, batch: PlannedBatch, fast: Forwar
     """
     train = run.config.train
     path = choose_path(run, epoch, update, batch)
-    steps = [step.step for step in path]
-    # ReFL goes from its step to the image at once.
+    steps = [path_step.step for path_step in path]
+    # The walk ends at ReFL's only step, from which one leap leads to the image.
     num_steps = steps[0] + 1 if train.gradient_path == "refl" else run.config.sample.num_steps
 
     generators = [rng.generator(run.config.seed, "noise", epoch, image) for image in batch.image_numbers]
@@ -102,7 +105,7 @@ def rollout(run: Run, epoch: int, update: int, batch: PlannedBatch, fast: Forwar
     if train.gradient_path == "refl":
         x = states[steps[0]] + path[0].weight * velocities[steps[0]]
 
-    # Gradients meet the steps from the last to the first.
+    # In the order of the path, from the last step to the first, as gradients meet them.
     states = torch.stack([states[step] for step in steps])
     velocities = torch.stack([velocities[step] for step in steps])
     share = 1 / (1 + train.gradient_noisings)
@@ -145,8 +148,8 @@ def noised_anew(run: Run, epoch: int, drawn: DrawnImages) -> Iterator[DrawnImage
 
 @declared.ours("add_gradients")
 def add_gradients(run: Run, drawn: DrawnImages, gradient: Tensor) -> None:
-    """Send the gradient by the images [B, ...] back through the path's velocities, to the weights; and add the gradient
-    of the distance to the reference's velocities at the same states."""
+    """Send a gradient with respect to the images, [B, ...], back through the path's velocities to the weights, and add
+    the gradient of the distance to the reference's velocities at the same states."""
     beta = run.config.train.beta
     # Means over the images of an update, and over the steps of the path.
     num_velocities = reward_gradients.images_per_update(run) * len(drawn.path)
@@ -184,13 +187,13 @@ def reference_velocity(run: Run, x: Tensor, timesteps: Tensor, condition: Condit
 
 def batches_of_updates(run: Run, epoch: int) -> Iterator[list[PlannedBatch]]:
     """Yield this rank's batches of each update of an epoch."""
-    per_update = run.plan.batches_per_epoch // run.plan.updates_per_epoch
-    of_update = []
+    batches_per_update = run.plan.batches_per_epoch // run.plan.updates_per_epoch
+    batches_of_update = []
     for batch in batches(run, epoch):
-        of_update.append(batch)
-        if len(of_update) == per_update:
-            yield of_update
-            of_update = []
+        batches_of_update.append(batch)
+        if len(batches_of_update) == batches_per_update:
+            yield batches_of_update
+            batches_of_update = []
 
 
 def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, script=checks.REFL) -> None:
@@ -207,9 +210,9 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, scrip
         submitted = []
         for update, batches_of_update in enumerate(batches_of_updates(run, epoch)):
             with run.board.timed("rollout"):
-                of_update = draw(run, epoch, update, batches_of_update, rollout)
-            for drawn in of_update:
-                # Their rewards, and the gradients of these by the images' latents.
+                drawn_batches = draw(run, epoch, update, batches_of_update, rollout)
+            for drawn in drawn_batches:
+                # The images' rewards, and their gradients with respect to the images' latents.
                 with run.board.timed("reward"):
                     scored = reward_gradients.score(run, loaded, drawn)
                 submitted.append(scored.submitted)
@@ -217,8 +220,8 @@ def main(config: ConfigDict, rollout=rollout, add_gradients=add_gradients, scrip
                 # From the latents back to the weights.
                 with run.board.timed("update"):
                     add_gradients(run, scored.drawn, scored.gradient)
-                    for again in noised_anew(run, epoch, scored.drawn):
-                        add_gradients(run, again, reward_gradients.score(run, loaded, again).gradient)
+                    for renoised in noised_anew(run, epoch, scored.drawn):
+                        add_gradients(run, renoised, reward_gradients.score(run, loaded, renoised).gradient)
                     add_data_gradients(run, reward_gradients.row_ids_of(drawn), reward_gradients.images_per_update(run))
             with run.board.timed("update"):
                 reward_gradients.finish_update(run)

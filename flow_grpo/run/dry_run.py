@@ -25,9 +25,9 @@ from flow_grpo.weights import base_lora
 
 PAGE = "docs/reference/will_it_fit.md"
 
-# GiB that a program has of a card.
+# GiB that a program can use, by the size by which a card is sold.
 CARD_GIB = {"24 GB": 23.0, "32 GB": 31.0, "48 GB": 46.0, "80 GB": 78.0, "141 GB": 139.0}
-# What PyTorch finds of a card of 80 GB.
+# GiB that PyTorch reports for cards of 80 GB, from the least to the most.
 LEAST_OF_80_GB = 75.0
 MOST_OF_80_GB = 81.0
 
@@ -41,7 +41,7 @@ MOST_STRETCH = 1.1
 TEXT_STEP = 16
 LEAST_PADDING = 0.03
 
-# Of a file of the cache, at most.
+# Upper bound of the header of a file in the cache.
 HEADER_BYTES = 600
 GB = 1e9
 GIB = 2**30
@@ -304,14 +304,15 @@ def _smallest_card(gib: float) -> str:
     return ""
 
 
-def rounded(value: float) -> str:
-    """Write a number with two digits that count, and no exponent."""
-    return f"{float(f'{value:.2g}'):,.10g}"
+def rounded(value: float, digits: int = 2) -> str:
+    """Write a number with so many significant digits, without an exponent."""
+    nearest = float(f"{value:.{digits}g}")
+    return f"{nearest:,.10g}"
 
 
 def _millions(count: int) -> str:
-    """Write a count in millions, with four digits that count, and no exponent."""
-    return f"{float(f'{count / 1e6:.4g}'):,.10g}"
+    """Write a count in millions, with four significant digits."""
+    return rounded(count / 1e6, digits=4)
 
 
 def _modulation(plan: Plan) -> str:
@@ -445,16 +446,16 @@ def cached_bytes(config: Config, family: type[FlowModel], prompts: list[Prompt],
     # All sources have one shape.
     model = family.without_weights(config.model)
     shapes = model.row_shapes(training_size(config), config.text_tokens, prompts[0])
-    numbers = 0
+    numbers_per_file = 0
     for name, shape in shapes.items():
         if name != "latents":
-            numbers += math.prod(shape)
+            numbers_per_file += math.prod(shape)
 
-    # A negative prompt with a source is another file for each source.
-    files = len(prompts)
+    # One negative prompt serves all, but with sources it is another file for each source.
+    num_files = len(prompts)
     if guided:
-        files += len(prompts) if family.MOST_SOURCES else 1
-    return files * (4 * numbers + HEADER_BYTES)
+        num_files += len(prompts) if family.MOST_SOURCES else 1
+    return num_files * (4 * numbers_per_file + HEADER_BYTES)
 
 
 def _licence(model: str) -> str:

@@ -46,16 +46,18 @@ def due_kinds(config: Config, epoch: int, last: bool = False) -> set[str]:
 
 
 def remaining_kinds(run: Run) -> set[str]:
-    """Return which kinds of lines of metrics.jsonl a resumed run keeps of the epoch that it goes on from. These are of
-    the end of a run, which has evaluated the weights of its last checkpoint. Left out are those that are made again or
-    cannot be compared with later ones."""
+    """Return which kinds of evaluations a resumed run keeps in metrics.jsonl of the epoch that it goes on from: those
+    that it will not make again, and that can be compared with its later ones.
+
+    Such lines are there where the run had ended after that epoch: a run evaluates its last weights.
+    """
     config = run.config
     last = run.epoch >= config.num_epochs
     kinds = set()
 
-    # Metrics of DPO's held-out pairs.
-    made_again = config.eval_freq and (last or run.epoch % config.eval_freq == 0)
-    if not made_again:
+    # DPO's held-out pairs have always the same noises, so all of their lines can be compared.
+    validates_again = config.eval_freq and (last or run.epoch % config.eval_freq == 0)
+    if not validates_again:
         kinds.add("validation")
     cannot_compare = config.evaluates and run.best_evaluation is None
     if not cannot_compare:

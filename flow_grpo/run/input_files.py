@@ -38,7 +38,7 @@ PLACES = {
 # Settings that a branch cannot change. Files that other settings name may be others in a branch, too.
 INHERITED = "model", "model_class", "lora.rank", "lora.alpha", "lora.base", "lora.path", "lora.targets"
 
-# Of each shipped reward the digests of its file's texts that score alike, the oldest first, the file's own last.
+# Shipped reward -> digests of the texts that its file has had and that all score alike, from the oldest to today's.
 REWARD_TEXTS = locations.PACKAGE / "assets" / "reward_texts.json"
 
 
@@ -163,13 +163,13 @@ def compare_inputs(
     if stored is None:
         return current, []
     stored = _without_unopened(stored, current)
-    changed = []
-    differs = False
+    any_differs = False
+    changed = []  # of the parts that this run or branch may not change
     for part, place in PLACES.items():
         names = _differing(getattr(stored, part), getattr(current, part))
-        differs = differs or bool(names)
-        is_kept = not is_branch or place.removeprefix("config.") in INHERITED
-        if names and is_kept:
+        any_differs = any_differs or bool(names)
+        may_differ = is_branch and place.removeprefix("config.") not in INHERITED
+        if names and not may_differ:
             changed.append(f"{place}: {', '.join(names[:3])}")
     if changed and not accepts:
         raise UserError(
@@ -179,10 +179,12 @@ def compare_inputs(
     notices = []
     if changed:
         notices.append(f"goes on with other files than before ({'; '.join(changed)})")
-    names = changed_rewards(stored, current)
-    if names:
-        notices.append(f"the file of reward {', '.join(names)} has changed: scores from before cannot be compared")
-    rewards_since = epoch if names or differs else stored.rewards_since
+    reward_names = changed_rewards(stored, current)
+    if reward_names:
+        notices.append(
+            f"the file of reward {', '.join(reward_names)} has changed: scores from before cannot be compared"
+        )
+    rewards_since = epoch if reward_names or any_differs else stored.rewards_since
     return current._replace(rewards_since=rewards_since), notices
 
 

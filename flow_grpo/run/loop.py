@@ -3,6 +3,7 @@ ask for the end."""
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from flow_grpo.base import distributed, folders, signals
@@ -145,14 +146,18 @@ ACTIONS: dict[str, Callable[[Run], str]] = {
 }
 
 
-def _describe(folder: Path) -> list[str]:
-    """Note the end and write the model cards; returns notices for the user.
+def _note_end(folder: Path) -> list[str]:
+    """Note the end of a run in its folder, and write the model cards. Returns notices for the user.
 
-    All that training made is saved by now, so a failure here is a notice, too.
+    All that training made is saved by now, so a failure here is only one more notice.
     """
     notices = []
-    notices.append(attempt(f"{folder / provenance.FILE} lacks the end", lambda: provenance.note_end(folder)))
-    notices.append(attempt(f"{folder} has no model card", lambda: notices.extend(model_card.write_cards(folder))))
+
+    def write_cards() -> None:
+        notices.extend(model_card.write_cards(folder))
+
+    notices.append(attempt(f"{folder / provenance.FILE} lacks the end", partial(provenance.note_end, folder)))
+    notices.append(attempt(f"{folder} has no model card", write_cards))
     return notices
 
 
@@ -180,7 +185,7 @@ def _say_end(run: Run) -> None:
     """Tell the user and config.alert that the run has ended, after its plots, notes and model cards are written."""
     run.board.say(alerts.send(run.config.alert, f"{run.folder.name} has ended after {run.epoch} epochs"))
     run.board.finish(run.evaluations_since)
-    for notice in distributed.on_main(_describe, run.folder):
+    for notice in distributed.on_main(_note_end, run.folder):
         run.board.say(notice)
     names = sorted(path.name for path in run.folder.glob("[!.]*"))
     run.board.say(f"{run.folder} holds {', '.join(names)}")

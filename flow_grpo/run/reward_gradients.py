@@ -1,7 +1,8 @@
-"""Rewards with gradients: an update's loss by its images, the check of what cannot have one, and parity of velocities.
+"""Rewards with gradients: the loss of an update's images and its gradient with respect to their latents, the check of
+rewards that have no gradient, and the parity of velocities between rollout and update.
 
-Decoder and rewards keep their activations for config.vae_batch_size images at a time, and the transformer none
-meanwhile: the gradient by the latents is all that is left of them when the transformer's forwards begin.
+Decoder and rewards keep their activations for config.vae_batch_size images at a time, while the transformer keeps none:
+when its forwards begin, the gradient with respect to the latents is all that is left of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,7 +67,7 @@ class DrawnImages:
 class Scored(NamedTuple):
     """Scores of drawn images."""
 
-    gradient: Tensor  # [B, ...] f32, of the update's mean loss by x_0
+    gradient: Tensor  # [B, ...] f32, of the update's mean loss with respect to x_0
     submitted: rewards.Submitted  # for the epoch's metrics
     drawn: DrawnImages  # with what train.beta_gate lets pull
 
@@ -120,8 +121,8 @@ def repeatable_convolutions() -> Iterator[None]:
 
 
 def score(run: Run, loaded: Rewards, drawn: DrawnImages) -> Scored:
-    """Decode and score B images, and differentiate the loss by their latents, config.vae_batch_size images at a time.
-    Logs the losses."""
+    """Decode and score B images, config.vae_batch_size at a time, and compute the gradient of the loss with respect to
+    their latents. Logs the losses."""
     batch_size = run.config.vae_batch_size
     gradients = []
     images = []
@@ -132,24 +133,26 @@ def score(run: Run, loaded: Rewards, drawn: DrawnImages) -> Scored:
         latents = drawn.x_0[rows].detach().requires_grad_()
         with repeatable_convolutions():
             pixels = run.model.decode_with_gradients(latents, run.size)
-            of_rows = score_images(loaded, pixels, drawn.batch.prompts[rows])
-            loss = drawn.loss_weight[rows] * reward_loss(of_rows["avg"], run.config.train.reward_target)
+            row_scores = score_images(loaded, pixels, drawn.batch.prompts[rows])
+            loss = drawn.loss_weight[rows] * reward_loss(row_scores["avg"], run.config.train.reward_target)
 
-            # The graph of these images ends here.
-            gradients += torch.autograd.grad(drawn.share * loss.sum() / images_per_update(run), latents)
+            # This frees the graph of these images.
+            part_of_mean = drawn.share * loss.sum() / images_per_update(run)
+            (row_gradient,) = torch.autograd.grad(part_of_mean, latents)
+        gradients.append(row_gradient)
         images.append(pixels.detach())
         losses.append(loss.detach())
-        for name, values in of_rows.items():
+        for name, values in row_scores.items():
             scores[name].append(values.detach())
     gradient = torch.cat(gradients)
     _record(run, drawn, torch.cat(losses), gradient)
 
-    def on_cpu() -> dict[str, Tensor]:
-        # Asked for at the end of the epoch: nothing waits for the device before.
+    def scores_on_cpu() -> dict[str, Tensor]:
+        # Called at the end of the epoch, so that the host does not wait for the device before.
         return {name: torch.cat(parts).cpu() for name, parts in scores.items()}
 
     samples = Samples(torch.cat(images), drawn.x_0, trace=[])
-    submitted = rewards.submit(run, samples, drawn.batch, scores=on_cpu)
+    submitted = rewards.submit(run, samples, drawn.batch, scores=scores_on_cpu)
     # An image that is noised anew has the gate of the image that was drawn.
     if run.config.train.gates_the_pull and drawn.beta_gate is None:
         drawn = replace(drawn, beta_gate=_beta_gate(run, drawn, samples.images))
@@ -162,7 +165,8 @@ def _beta_gate(run: Run, drawn: DrawnImages, images: Tensor) -> Tensor:
     Rewards that are not trained on need no gradient, and are waited for. Images are compared within their batch.
     """
     config = run.config
-    scores = run.pool.submit(images, drawn.batch.prompts, everything=True)()
+    pending = run.pool.submit(images, drawn.batch.prompts, everything=True)
+    scores = pending()
     watched = [scores[name] for name in config.watched_rewards]
     one_group = torch.zeros(len(drawn.batch.prompts), dtype=torch.int64)
     return overrated(scores["avg"], watched, one_group, config.train.beta_gate).float().to(run.device)
@@ -185,7 +189,7 @@ def score_images(loaded: Rewards, images: Tensor, prompts: list[Prompt]) -> dict
 def _record(run: Run, drawn: DrawnImages, loss: Tensor, gradient: Tensor) -> None:
     """Log the losses [B] of images and the root mean square of their gradients [B, ...]; keep what names an image whose
     loss is not finite."""
-    # Of an image's own loss: neither as a part of the update's mean nor as one of its noisings.
+    # `gradient` is that of the image's part in the update's mean; what is logged is that of the image's own loss.
     rms = gradient.square().flatten(1).mean(1).sqrt() * images_per_update(run) / drawn.share
     run.meter.add(policy_loss=loss, image_gradient=rms)
     if run.config.train.reward_target:

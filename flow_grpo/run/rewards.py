@@ -35,7 +35,7 @@ from flow_grpo.settings.sections import COMPARED, ONLINE, Config
 
 LATENT_SIGNS = ("latent_rms", "diversity")
 MOST_GROUPS_SHOWN = 4
-# How many times the spread of another reward is told to the user.
+# The user is told if one reward's spread, times its weight, is this many times another's.
 UNBALANCED = 10
 
 
@@ -115,7 +115,8 @@ def wait(run: Run, epoch: int, submitted: list[Submitted]) -> Rewards:
     _log(run, epoch, rewards)
     for part in submitted:
         if part.shown:
-            _show(run, epoch, part, rewards.local(rewards.scores["avg"], torch.device("cpu"))[_places(part, submitted)])
+            scores_of_rank = rewards.local(rewards.scores["avg"], torch.device("cpu"))
+            _show(run, epoch, part, scores_of_rank[_places(part, submitted)])
     return rewards
 
 
@@ -170,10 +171,11 @@ def gather(run: Run, submitted: list[Submitted]) -> Rewards:
         scores = [part.scores() for part in submitted]
     order = _order(submitted)
 
-    # Every rank must gather the same names in the same order; one whose reward failed has fewer.
+    # Every rank must gather the same names in the same order, but a rank whose reward failed has fewer of its own. So
+    # all ranks join their scores by the names that any rank has.
     names = []
-    for by_name in scores:
-        names += by_name
+    for scores_of_part in scores:
+        names += scores_of_part.keys()
     names = distributed.gather_objects(names)
     groups = torch.cat([part.groups for part in submitted])[order]
     gathered = {}
@@ -384,13 +386,18 @@ def spread_figures(rewards: Rewards, rows: Tensor, config: Config) -> dict[str, 
 
 
 def step_figures(rewards: Rewards, config: Config) -> dict[str, float]:
-    """Mean of the branches that leave each step, and their spread within groups: late branches, which share most of
-    their denoising, score alike first. Empty where an image has one outcome."""
+    """Mean score of the branches that leave each step, and their spread within groups, by name; {} where an image has
+    only one outcome.
+
+    Late branches share most of their denoising, so they are the first that come to score alike.
+    """
     if len(rewards.shape) == 1:
         return {}
-    num_steps = rewards.shape[1]
-    step_of_row = torch.arange(num_steps)[:, None].expand(rewards.shape[1:]).flatten()
-    step_of_row = step_of_row.repeat(len(rewards.groups) // len(step_of_row))
+    num_steps, num_branches = rewards.shape[1:]
+
+    # Scores of all ranks lie in the order [trunk, step, branch].
+    num_trunks = len(rewards.groups) // (num_steps * num_branches)
+    step_of_row = torch.arange(num_steps).repeat_interleave(num_branches).repeat(num_trunks)
     figures = {}
     for step in range(num_steps):
         rows = step_of_row == step

@@ -96,10 +96,11 @@ def state_after_failure(run: Run) -> str:
 
 
 def keep_epoch_start(run: Run) -> None:
-    """Before an epoch's first optimizer step, copy the state into the main rank's memory, so that a signal later in the
-    epoch costs no earlier one.
+    """Before an epoch's first optimizer step, copy the state into the main rank's memory, so that a signal in mid-epoch
+    loses this epoch alone, and none before it.
 
-    For adapters alone, whose state is small, and where no checkpoint holds it. Other ranks have the same weights.
+    Done only for adapters, whose state is small, and only where no checkpoint holds the same state. The other ranks
+    have the same weights.
     """
     run.epoch_start = None
     is_in_checkpoint = run.epoch == run.saved_epoch
@@ -125,8 +126,11 @@ def go_back_to_epoch_start(run: Run) -> bool:
 
 
 def load_export(run: Run, folder: Path) -> None:
-    """Fill the transformer with the weights that `export` wrote; those that it carried are lost. What is computed has
-    the bits of what was exported where that was float32 and lora.alpha / lora.rank is a power of two."""
+    """Fill the transformer with the weights that `export` wrote; those that it carried are lost.
+
+    It then computes, bit for bit, what the exported policy computed if the export was in float32 and lora.alpha /
+    lora.rank is a power of two.
+    """
     offload.wait_for_offloaded(run.parameters)
     transformer = run.pipeline.transformer
     if run.config.lora.rank:
@@ -208,9 +212,12 @@ def load_best_state(run: Run) -> str:
         return str(error)
     if checkpoint is None:
         return f"{folder} is not there, as health.action was another one at that evaluation"
-    moved = run.reference if run.reference and run.reference.num_moves else None
-    if moved and not checkpoints.stored_names(checkpoint, "reference/") and not moved.reset():
-        return f"{checkpoint} holds no reference, and the first one was no fresh adapter"
+    reference = run.reference
+    if reference and reference.num_moves and not checkpoints.stored_names(checkpoint, "reference/"):
+        # Where none is stored, the reference was the first one, which the present one has to become again.
+        was_reset = reference.reset()
+        if not was_reset:
+            return f"{checkpoint} holds no reference, and the first one was no fresh adapter"
     offload.reload_optimizer_state(run.optimizer)
 
     # In a run that branched off another one, the best state may be that run's, which may have had another algorithm.

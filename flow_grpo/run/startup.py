@@ -420,9 +420,12 @@ def lay_out(config: Config, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None
     """Attach adapters to a model's transformer, fill and compile it."""
     torch.backends.cuda.enable_cudnn_sdp(model.CUDNN_ATTENTION)
     policies.attach(model.transformer, config.lora, policies.targets(config.lora, type(model)))
+    # At 1 diffusers computes whole blocks again. Below it the compiler may keep this share of the activations.
     recomputed = config.fsdp.activation_checkpointing
+    activation_memory = 1 - recomputed
     if recomputed == 1:
         model.transformer.enable_gradient_checkpointing()
+        activation_memory = 1.0
     load_weights.fill_model(config, model, mesh)
     attention = flash_attention.usable(config.attention)
     if config.compile or attention:
@@ -430,7 +433,7 @@ def lay_out(config: Config, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None
     if config.compile:
         if config.compile_cache:
             compilation.keep_graphs(Path(config.compile_cache), model.device)
-        compilation.compile_units(model.transformer, model.SHARD_UNITS, 1 - recomputed % 1)
+        compilation.compile_units(model.transformer, model.SHARD_UNITS, activation_memory)
         if model.COMPILES_DECODER:
             loading.compile_decoder(model.pipeline)
 

@@ -31,15 +31,19 @@ def recompute_log_probs(run: Run, rollout: StoredSteps) -> None:
         return
     stored = rollout.log_probs.clone()
     num_rows = len(rollout.image_numbers) * rollout.num_steps
+
+    # Views [num_rows, J] and [num_rows, N, C], through which the rollout is overwritten.
+    log_probs_by_row = rollout.log_probs.view(num_rows, -1)
+    means_by_row = rollout.means.flatten(0, 1)
     with run.board.timed("update"):
         for rows in torch.arange(num_rows).split(run.plan.batch_size):
             with run.exact():
                 step = recompute_steps(run, rollout.take(rows, num_rows))
-
-            # Views write into the rollout; the outcomes of a row share its mean.
             row_index = rows.to(stored.device)
-            rollout.log_probs.view(num_rows, -1)[row_index] = step.log_prob.detach().view(len(rows), -1)
-            rollout.means.flatten(0, 1)[row_index] = step.prev_sample_mean.detach()[:: rollout.num_outcomes]
+            log_probs_by_row[row_index] = step.log_prob.detach().view(len(rows), -1)
+
+            # The J outcomes of a row share its mean: the first one's stands for all.
+            means_by_row[row_index] = step.prev_sample_mean.detach()[:: rollout.num_outcomes]
     gaps = distributed.gather((rollout.log_probs - stored).abs().flatten())
     run.epoch_metrics["parity/recomputed_abs_diff_mean"] = gaps.mean().item()
     run.epoch_metrics["parity/recomputed_abs_diff_max"] = gaps.max().item()
@@ -182,8 +186,9 @@ def add_data_gradients(run: Run, row_ids: Tensor, num_update_rows: int, inner_ep
     """Add the gradient of train.data_weight mean[(v - (eps - x_0))^2] over images of train.data, if it is set (DDRL,
     arXiv:2512.04332).
 
-    There is an image, a noise and a level of the rollout for each row of a minibatch, drawn by the row's name, so that
-    any number of GPUs trains on the same. Call it after the minibatch's own `backward`, so that one graph is in memory.
+    For each row of a minibatch it draws an image, a noise and one of the rollout's noise levels. The draws are seeded
+    by the row's image and step, so that they are the same on any number of GPUs. Call it after the minibatch's own
+    `backward`, so that there is only one graph in memory at a time.
 
     Args:
         row_ids: [R, 2] int64 on the CPU, as in Minibatch.
@@ -259,7 +264,11 @@ def optimizer_step(run: Run) -> None:
     run.trained_rows.clear()
     figures = run.meter.pop(distributed.over_ranks)
     if run.reference:
-        run.reference.follow(run.step, figures.get("kl_reference", figures.get("reference_distance", 0.0)))
+        # Losses of noisy steps log a KL, others a distance of velocities, and DPO neither.
+        distance = figures.get("reference_distance", 0.0)
+        if "kl_reference" in figures:
+            distance = figures["kl_reference"]
+        run.reference.follow(run.step, distance)
         if run.reference.moves:
             figures["reference_moves"] = run.reference.num_moves
     figures |= {"grad_norm": grad_norm.item(), "learning_rate": run.optimizer.param_groups[0]["lr"]}
@@ -319,13 +328,20 @@ def _check_parity(run: Run) -> None:
 def _place_of_largest(
     run: Run, first_ratios: list[ratio_statistics.FirstRatios], log_ratios: Tensor
 ) -> tuple[int, int]:
-    """Global image and denoising step of the largest of all ranks' first log-ratios."""
+    """Return the global image and the denoising step of the largest of all ranks' first log-ratios.
+
+    Args:
+        log_ratios: those of `first_ratios`, joined.
+    """
     row_ids = torch.cat([part.row_ids for part in first_ratios])
     timesteps = torch.cat([part.timesteps for part in first_ratios])
     largest, outcome = log_ratios.abs().max(0)
+    image = int(row_ids[int(outcome), 0])
     step = int((timesteps[outcome] - run.scheduler.timesteps).abs().argmin())
-    # The largest of all ranks comes last in the order of tuples.
-    _, image, step = max(distributed.gather_objects([(largest.item(), int(row_ids[int(outcome), 0]), step)]))
+
+    # Tuples are compared by their first elements: the largest tuple is that of the largest log-ratio.
+    largest_of_ranks = distributed.gather_objects([(largest.item(), image, step)])
+    _, image, step = max(largest_of_ranks)
     return image, step
 
 
