@@ -58,9 +58,12 @@ def num_trained_steps(sample: Sample, train: Train) -> int:
 
 
 def loss_of_whole_groups(train: Train) -> str:
-    """Return the chosen loss in words, such as "objective 'fdfo'", if it compares images, so that minibatches must hold
-    whole groups; else "". Raises UserError for a loss that does not exist: variants ask before a config is checked."""
-    # One of the two is its default, since no script reads both.
+    """Return a loss that compares the images of a group, in words such as "objective 'fdfo'"; "" for any other.
+
+    The minibatches of such a loss must hold whole groups. Raises UserError for a loss that does not exist, since
+    variants of a config call this before the config is checked.
+    """
+    # No script reads both settings: the one that it does not read has its default, which needs no whole groups.
     for key, records in (("objective", OBJECTIVES), ("forward_objective", FORWARD_OBJECTIVES)):
         loss = getattr(train, key)
         BY_KEY[f"train.{key}"].check(loss, f"train.{key}")
@@ -105,8 +108,11 @@ def _division(sample: Sample, train: Train, steps: int) -> Division:
 
 
 def smaller_batch(sample: Sample, train: Train, most: float) -> int:
-    """Return the largest batch size of at most `most` rows that divides sample.batch_size, so that it divides the epoch
-    as that does, and that the updates take; the smallest such one where all have more rows."""
+    """Return the largest batch size of at most `most` rows that sample.batch_size could be replaced by, or the smallest
+    one if all have more rows.
+
+    It divides sample.batch_size, so that it divides the epoch as that does, and its rows divide into the updates.
+    """
     division = _division(sample, train, num_trained_steps(sample, train))
     sizes = [size for size in _divisors(sample.batch_size) if division.takes(size)]
     fitting = [size for size in sizes if size <= most]

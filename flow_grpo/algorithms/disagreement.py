@@ -5,8 +5,11 @@ from torch import Tensor
 
 
 def overrated(trained: Tensor, watched: list[Tensor], groups: Tensor, share: float) -> Tensor:
-    """Return the images that the trained reward overrates most, [B] bool: `share` of all and those that tie with them,
-    but only such whose rank by it is higher than their mean rank by `watched`. One that lacks a score is none of them.
+    """Return which images the trained reward overrates most, [B] bool.
+
+    An image is overrated by its rank under the trained reward less its mean rank under `watched`. Chosen are the
+    `share` of all images for which this difference is largest, and those that tie with the last of these, but only
+    where it is above 0. An image without a trained score, or without any watched score, is never chosen.
 
     Args:
         trained: [B], over ALL ranks; NaN = no score.
@@ -14,11 +17,11 @@ def overrated(trained: Tensor, watched: list[Tensor], groups: Tensor, share: flo
         groups: [B] int, images that are ranked together.
         share: in (0, 1].
     """
-    mean_rate = torch.stack([win_rates(scores, groups) for scores in watched]).nanmean(0)
-    excess = (win_rates(trained, groups) - mean_rate).nan_to_num(0.0)
-    count = max(1, round(share * len(excess)))
-    least = excess.topk(count).values[-1]
-    return (excess > 0) & (excess >= least)
+    watched_rank = torch.stack([win_rates(scores, groups) for scores in watched]).nanmean(0)
+    overrating = (win_rates(trained, groups) - watched_rank).nan_to_num(0.0)
+    num_chosen = max(1, round(share * len(overrating)))
+    least_chosen = overrating.topk(num_chosen).values[-1]
+    return (overrating > 0) & (overrating >= least_chosen)
 
 
 def win_rates(scores: Tensor, groups: Tensor) -> Tensor:
@@ -31,9 +34,10 @@ def win_rates(scores: Tensor, groups: Tensor) -> Tensor:
     """
     rates = torch.full_like(scores, torch.nan, dtype=torch.float64)
     scored = scores.isfinite().nonzero().flatten()
-    _, counts = groups[scored].unique(return_counts=True)
-    by_group = scored[groups[scored].argsort(stable=True)]
-    for members in by_group.split(counts.tolist()):
+    groups_of_scored = groups[scored]
+    _, group_sizes = groups_of_scored.unique(return_counts=True)
+    sorted_by_group = scored[groups_of_scored.argsort(stable=True)]
+    for members in sorted_by_group.split(group_sizes.tolist()):
         values = scores[members].contiguous()
         ordered = values.sort().values
         num_lower = torch.searchsorted(ordered, values)

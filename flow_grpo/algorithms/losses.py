@@ -14,7 +14,7 @@ from flow_grpo.algorithms.schedules import old_policy_decay  # noqa: F401  its p
 
 # The published code of DiffusionNFT multiplies its loss by this.
 NFT_FACTOR = 5
-# Least root mean square of a covariance that is divided by its own.
+# Added to a covariance's root mean square where the covariance is divided by it, which may be 0.
 RMS_FLOOR = 1e-5
 
 
@@ -62,8 +62,13 @@ def guard_log_ratio(
 
 
 def guard_loss(log_ratio: Tensor, dt: Tensor, advantages: Tensor, clip_range: float) -> Tensor:
-    """PPO's bound of `guard_log_ratio` [B], whose one clip range fits all steps; 1 / |dt| evens out the steps'
-    gradients. dt [B, 1...]."""
+    """PPO's bound of `guard_log_ratio` over |dt|, [B]. One clip range fits the log-ratios of all steps, and dividing by
+    |dt| makes the gradients of all steps about equally large.
+
+    Args:
+        log_ratio, advantages: [B].
+        dt: [B, 1...].
+    """
     bound = clipped_surrogate(log_ratio, torch.zeros_like(log_ratio), advantages, clip_range)
     return bound / dt.flatten().abs()
 
@@ -115,10 +120,12 @@ def fdfo_loss(log_ratio: Tensor, advantages: Tensor, clip_range: float) -> Tenso
 
 
 def reward_covariance(x_0: Tensor, advantages: Tensor, group_size: int) -> Tensor:
-    """Covariance of reward and image over each group, [B, ...], the same for all of a group, over its root mean square:
-    the direction in which images of the prompt get better (DiffusionART, arXiv:2610.12572). 0 where all score alike.
+    """Covariance of advantage and image within each group, divided by its root mean square, [B, ...]: the direction in
+    which images of the prompt get better (DiffusionART, arXiv:2610.12572). All images of a group have the same one; it
+    is 0 where all advantages of the group are 0.
 
     Args:
+        advantages: [B].
         x_0: [B, ...], groups of `group_size` neighbours.
     """
     by_row = advantages.view(-1, *[1] * (x_0.ndim - 1))
@@ -271,8 +278,8 @@ def elbo_loss(distance: Tensor, old_distance: Tensor, advantages: Tensor, proxim
     """Policy gradient of the ELBO of a final image (arXiv:2602.04663), [B]: rho (A - w log rho) distance, where rho =
     exp(old distance - distance) and log rho have no gradient.
 
-    Its gradient is that of w (rho log rho - rho) - A rho, whose minimum over rho is exp(A / w). w = 0 is the paper's
-    "EPG", above 0 its "PEPG".
+    Its gradient is that of w (rho log rho - rho) - A rho, which is least at rho = exp(A / w). The paper calls w = 0
+    "EPG", and w > 0 "PEPG".
 
     Args:
         distance, old_distance: [B], `self_normalised_error`, the negative ELBO, of the policy and of the one that

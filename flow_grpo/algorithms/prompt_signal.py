@@ -2,8 +2,8 @@
 
 For rewards of 0 and 1 the unbiased variance of a group is p (1 - p) on average, where a share p of the prompt's images
 succeeds: it is largest at p = 1/2, and 0 where all images succeed or all fail, which teaches nothing. To draw prompts
-by it is called sampling for learnability (arXiv:2502.12272). A variance also measures rewards between 0 and 1, of which
-p (1 - p) of the mean is only the largest that is possible: half a point for every image is no signal.
+by it is called sampling for learnability (arXiv:2502.12272). Rewards between 0 and 1 need the variance itself, since
+p (1 - p) of their mean p is only its upper bound: if every image scores 1/2, the bound is 1/4, but there is no signal.
 """
 
 from collections.abc import Iterable
@@ -50,7 +50,8 @@ class PromptSignal:
 
 
 def effective_number(weights: Tensor) -> float:
-    """Return how many prompts of one weight would be drawn as variedly: (sum w)^2 / sum w^2."""
+    """Return the effective number of prompts, (sum w)^2 / sum w^2: the number of all prompts where their weights are
+    equal, and less the more they differ."""
     return (weights.sum().square() / weights.square().sum()).item()
 
 

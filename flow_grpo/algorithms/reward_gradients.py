@@ -1,8 +1,9 @@
 """Gradients of an image's reward through some of the velocities that drew it: pure functions of tensors.
 
-Euler's walk is x_{i+1} = x_i + (sigma_{i+1} - sigma_i) v_i, v_i = v(x_i), from noise to the image x_0. A path writes
-x_0 as an expression of some velocities, which are computed anew at states that the walk has stored. Its value is the
-walk's own image (of refl: what it predicts there); only its gradient is the path's (sg stops gradients):
+Euler's walk of T steps goes from noise to the image: x_{i+1} = x_i + (sigma_{i+1} - sigma_i) v_i with v_i = v(x_i).
+Below, x_0 is the image at the walk's end, not the walk's first state. A path writes x_0 as an expression of some of the
+velocities, which are computed anew at states that the walk has stored. The value of x_0 stays that of the walk (with
+refl: that which v_k predicts); a path only decides its gradient. sg stops gradients:
 
     refl    x_0 = sg(x_k) - sigma_k v_k                               ReFL (arXiv:2304.05977), of a flow
     draft   the walk's last K steps from sg(x_{T-K})                  DRaFT-K (arXiv:2309.17400)
@@ -11,8 +12,8 @@ walk's own image (of refl: what it predicts there); only its gradient is the pat
     sparse  x_0 = x_T + sum (sigma_{i+1} - sigma_i) v(sg(x_i))        FlowBP (arXiv:2606.11075)
             over all steps, where only K chosen ones have gradients
 
-So the gradient by the image can be computed first. Then it goes back through one velocity at a time (`backpropagate`),
-and there is never more than the graph of one forward, however many steps a path has.
+So the gradient with respect to the image can be computed first. Then it goes back through one velocity at a time
+(`backpropagate`), and there is never more than the graph of one forward, however many steps a path has.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ class PathStep(NamedTuple):
 
     step: int  # of the walk, from 0: where it is computed
     weight: float  # of the velocity in what comes after it on the path
-    passes: float = 0.0  # share of the gradient by its input that goes on to the path's step before it
+    passes: float = 0.0  # share of the gradient with respect to its input that goes on to the path's step before it
 
 
 def choose_steps(train: Train, num_steps: int, generator: torch.Generator) -> list[int]:
@@ -79,19 +80,22 @@ def sparse_factor(steps: list[int], sigmas: list[float], rescale: float) -> floa
 
 
 def leap_weights(path: list[PathStep], states: Tensor, velocities: Tensor, x_0: Tensor, tolerance: float) -> Tensor:
-    """Weights of images in the loss, [B]: 1 / (d_j + d_0), by how far both leaps land from the walk's own states, in
-    the mean absolute difference, but at least `tolerance` each (LeapAlign, arXiv:2604.15311).
+    """Weights of images in the loss, [B]: 1 / (d_j + d_0), where d_j and d_0 are the mean absolute differences between
+    where the leaps land and the walk's own states x_j and x_0, at least `tolerance` each (LeapAlign, arXiv:2604.15311).
 
     Args:
-        path: of "leap"; `states` and `velocities` [2, B, ...] are the walk's at its steps.
-        x_0: [B, ...].
+        path: of "leap", its second step first.
+        states, velocities: [2, B, ...], the walk's at the path's steps, in the order of the path.
+        x_0: [B, ...], the walk's image.
     """
     second, first = path
-    landed = states[1] + first.weight * velocities[1]
-    image = states[0] + second.weight * velocities[0]
-    first_distance = (landed - states[0]).abs().flatten(1).mean(1)
-    second_distance = (image - x_0).abs().flatten(1).mean(1)
-    return 1 / (first_distance.clamp(min=tolerance) + second_distance.clamp(min=tolerance))
+    x_j, x_k = states
+    v_j, v_k = velocities
+    landed_j = x_k + first.weight * v_k
+    landed_0 = x_j + second.weight * v_j
+    distance_j = (landed_j - x_j).abs().flatten(1).mean(1)
+    distance_0 = (landed_0 - x_0).abs().flatten(1).mean(1)
+    return 1 / (distance_j.clamp(min=tolerance) + distance_0.clamp(min=tolerance))
 
 
 def reward_loss(rewards: Tensor, target: float) -> Tensor:
@@ -111,7 +115,7 @@ def backpropagate(path: list[PathStep], states: Tensor, gradient: Tensor, recomp
     Args:
         path: of K steps, as from `path_of`.
         states: [K, B, ...], of the walk at these steps.
-        gradient: [B, ...], of the loss by the image.
+        gradient: [B, ...], of the loss with respect to the image.
     """
     for place, step in enumerate(path):
         state = states[place].detach()

@@ -101,8 +101,8 @@ class Rollout(ABC, Generic[Rows]):
         """Return a minibatch of rows.
 
         Args:
-            rows: [R] int64 on the CPU, image * K + step.
-            num_update_rows, group_size: as in Minibatch.
+            rows: [R] int64 on the CPU, image * K + step, where `image` is a place in this rollout, below B.
+            num_update_rows, inner_epoch, group_size: as in Minibatch.
         """
         images = rows // self.num_steps
         steps = rows % self.num_steps
@@ -240,10 +240,11 @@ def concat(rollouts: list[AnyRollout]) -> AnyRollout:
         condition = condition.take(order.to(rollouts[0].timesteps.device))
     tensors = {}
     for column in fields(rollouts[0]):
-        is_there = getattr(rollouts[0], column.name) is not None
-        if column.name != "condition" and column.init and is_there:
-            whole = torch.cat([getattr(rollout, column.name) for rollout in rollouts])
-            tensors[column.name] = whole if is_sorted else whole[order.to(whole.device)]
+        # Fields without `init` are those that rewards fill; of the others some may be None.
+        if column.name == "condition" or not column.init or getattr(rollouts[0], column.name) is None:
+            continue
+        joint = torch.cat([getattr(rollout, column.name) for rollout in rollouts])
+        tensors[column.name] = joint if is_sorted else joint[order.to(joint.device)]
     return type(rollouts[0])(condition=condition, **tensors)
 
 

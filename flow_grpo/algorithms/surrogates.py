@@ -65,10 +65,11 @@ def dppo(step: SDEStep, rows: StepRows, advantages: Tensor, train: Train) -> Sur
 
 
 def rsm(step: SDEStep, rows: StepRows, advantages: Tensor, train: Train) -> Surrogate:
-    """Hinge on the log-ratio, in units of a power of the step's std (reward score matching, arXiv:2604.17415)."""
-    unit = step.transition_std.flatten() ** train.clip_std_exponent
-    log_ratio = (step.log_prob - rows.log_probs) * unit
-    loss = losses.rsm_loss(log_ratio, advantages, train.clip_range) / unit
+    """Hinge on the log-ratio times a power of the step's std, divided by that power (reward score matching,
+    arXiv:2604.17415)."""
+    scale = step.transition_std.flatten() ** train.clip_std_exponent
+    log_ratio = (step.log_prob - rows.log_probs) * scale
+    loss = losses.rsm_loss(log_ratio, advantages, train.clip_range) / scale
     return Surrogate(loss, log_ratio)
 
 
