@@ -21,8 +21,9 @@ from flow_grpo.kernels import lora_linear, stochastic_rounding
 from flow_grpo.kernels.lora_linear import AdaptedLinear
 from flow_grpo.kernels.quantised_linear import EightBitLinear
 
-# No form of a sum is chosen by its time, so that a graph compiled again has the same bits. Only as an option does it
-# hold for all graphs: torch.use_deterministic_algorithms, which the compiler calls itself, resets the setting.
+# The compiler shall not choose among kernels of a sum by measured times, so that a graph compiled again has the same
+# bits. It is an option of each graph, since a global setting would not last: the compiler itself calls
+# torch.use_deterministic_algorithms, which resets it.
 OPTIONS: dict[str, Any] = dict(deterministic=True)
 # GELU is nowhere below this, in any rounding.
 LOWEST_GELU = -0.172
@@ -33,8 +34,8 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
     modules of a class; shapes are fixed, since a graph for any shape would use other kernels.
 
     Args:
-        activation_memory: share of what the backward would keep that it may keep, 0 to 1. Which operations
-            are run again is the compiler's choice, by what each costs and frees; in this process, of all graphs.
+        activation_memory: share of the backward's activations that graphs may keep, 0 to 1; for all graphs of this
+            process. The compiler chooses which operations to run again, by what each costs and frees.
     """
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
@@ -125,9 +126,9 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def _wanting_gradients(forward: Callable) -> Callable:
-    """Make the first unit's forward compute gradients of its input tokens [B, L, D], too.
+    """Make the first unit's forward compute gradients of its input tokens [B, L, D], as the other units' forwards do.
 
-    With LoRA this input does not require a gradient, so the unit would be compiled separately; so all share one graph.
+    With LoRA the first unit's input requires no gradient, so the unit would be compiled into a graph of its own.
     """
 
     def call(*inputs: Any, **named: Any) -> Any:
@@ -156,9 +157,11 @@ def _cut_graph(unit: nn.Module, inputs: tuple, output: Any) -> Any:
 
 @contextmanager
 def training_graph(network: nn.Module, units: tuple[str, ...]) -> Iterator[None]:
-    """Run forwards through the graph of training, whose bits are not those of inference, and free what it saves, after
-    each module of the classes `units`."""
-    # The first of the hooks: those of sharded weights must see no graph.
+    """Run forwards inside this block through the graph of training, since that of inference computes other bits.
+
+    What the graph saves for a backward is freed after each module of the classes `units`.
+    """
+    # Prepended, so that they run before the hooks of sharded weights, which must see no graph.
     hooks = [network.register_forward_hook(_detach_output, prepend=True)]
     for module in modules_of(network, units):
         hooks.append(module.register_forward_hook(_cut_graph, prepend=True))

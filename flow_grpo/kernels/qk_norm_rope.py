@@ -47,8 +47,8 @@ def norm_rotate_join_backward(
     gradients = []
     for part, x, weight, part_angles in zip(parts, tokens, weights, angles):
         # A rotation's gradient is the rotation back.
-        grad_normed = rotate(part, part_angles.conj())
-        gradients.append(norm_gradient(grad_normed, x, weight, eps).to(x.dtype))
+        grad_of_norm = rotate(part, part_angles.conj())
+        gradients.append(norm_gradient(grad_of_norm, x, weight, eps).to(x.dtype))
     return gradients
 
 
@@ -65,12 +65,17 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Gradient of `norm` with respect to x, float32: s (g w - n mean(g w n)), with n = s x and 1 / s the norm of x."""
+    """Gradient of `norm` with respect to x, float32: s (g w - n mean(g w n)), with the inverse RMS s of x and n = s x.
+
+    Args:
+        grad: g, of the result of `norm`, in the shape of x.
+        weight: w.
+    """
     x = x.float()
-    weighted = grad.float() * weight.float()
+    grad_normed = grad.float() * weight.float()
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     normed = x * scale
-    return scale * (weighted - normed * (weighted * normed).mean(-1, keepdim=True))
+    return scale * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

@@ -102,8 +102,8 @@ def _split_gradient(
     """Compute the gradient of one token of `x` from that of the joint tensor, into `out`."""
     token, at, joint_at, valid = _places(tokens, joint_tokens, first, HEADS, PADDED, WIDTH)
     grad_turned = tl.load(grad + joint_at, valid, 0.0).to(tl.float32)
-    grad_weighted = _turned(grad_turned, angles + token * WIDTH, -1.0, PADDED, WIDTH)
-    grad_normed = grad_weighted * _row(weight, WIDTH)
+    grad_of_norm = _turned(grad_turned, angles + token * WIDTH, -1.0, PADDED, WIDTH)
+    grad_normed = grad_of_norm * _row(weight, WIDTH)
     values = tl.load(x + at, valid, 0.0).to(tl.float32)
     scale = _scale(values, eps, WIDTH)
     normed = values * scale

@@ -122,14 +122,15 @@ class EightBitLinear(QuantisedLinear):
         Args:
             largest: [..., 1], an upper bound of each row's |x|, where the caller has one; read only where x is rounded.
         """
-        # [B, in] is one vector per image (modulation), which keeps its bits.
-        if not self.rounds_x or x.ndim <= 2:
-            rounds_gradient = self.rounds_gradients and x.ndim > 2 and x[..., 0].numel() >= FEW_ROWS
+        # [B, in] is one vector per image (modulation), of which nothing is rounded.
+        is_of_tokens = x.ndim > 2
+        if not (self.rounds_x and is_of_tokens):
+            rounds_gradient = self.rounds_gradients and is_of_tokens and not _has_few_rows(x)
             product = ProductOfRoundedGradient if rounds_gradient else UnpackedProduct
             return product.apply(x.to(self.dtype), self.rows, self.scale, self.bias)
         assert not (torch.is_grad_enabled() and x.requires_grad), "rounding has no gradient"
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        if x[..., 0].numel() < FEW_ROWS:
+        if _has_few_rows(x):
             weight = unpacked(self.rows, self.scale, torch.bfloat16)
             return F.linear(x.to(torch.bfloat16), weight, bias).to(self.dtype)
 
@@ -140,6 +141,11 @@ class EightBitLinear(QuantisedLinear):
         rows, row_scale = quantise(padded(flat), largest)
         out = product_of_rows(rows, row_scale, self.rows.T, self.scale.T, bias)
         return out[: len(flat)].unflatten(0, x.shape[:-1]).to(self.dtype)
+
+
+def _has_few_rows(x: Tensor) -> bool:
+    """Tell whether x [..., in] has fewer than FEW_ROWS rows."""
+    return x[..., 0].numel() < FEW_ROWS
 
 
 def padded(x: Tensor) -> Tensor:
@@ -155,8 +161,8 @@ def product_of_rows(rows: Tensor, row_scale: Tensor, columns: Tensor, scale: Ten
         if bias is not None:
             product = product + bias
         return product.to(torch.bfloat16)
-    # Of rows with scales there are bfloat16 results alone. Fast sums keep 14 bits, more than the rows do. The
-    # public torch.nn.functional.scaled_mm would do the same, but breaks a compiled block in parts (torch 2.11).
+    # With a scale for each row there are only bfloat16 results. Fast accumulation keeps 14 bits, more than the rows do.
+    # The public torch.nn.functional.scaled_mm would do the same, but breaks a compiled block in parts (torch 2.11).
     return torch._scaled_mm(
         rows,
         columns,

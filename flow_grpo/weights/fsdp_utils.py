@@ -6,6 +6,7 @@ fast with LoRA, since only the adapter's gradients travel), `shard` (FSDP2: ever
 `hybrid` (sharded inside groups of ranks, replicated across groups).
 """
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -36,8 +37,13 @@ def is_sharded(network: nn.Module) -> bool:
 
 
 def make_mesh(mode: str, device: torch.device, offload: bool = False) -> DeviceMesh | None:
-    """Return the ranks as `prepare` lays weights out on them; None = every rank has all weights, as also with `shard`
-    on a single rank, unless its weights are to be offloaded. Make one mesh per run: each opens its own process groups.
+    """Return the mesh of ranks over which `prepare` lays weights out; None = every rank has all weights.
+
+    A single rank needs a mesh only to offload its weights. Make one mesh per run: each opens its own process groups.
+
+    Args:
+        mode: as config.fsdp.mode.
+        offload: whether sharded weights will be kept in host memory.
     """
     world_size = distributed.world_size()
     if offload and not torch.distributed.is_initialized():
@@ -137,11 +143,12 @@ def _shard(network: nn.Module, mesh: DeviceMesh, units: tuple[str, ...], dtype: 
     assert unit_modules, f"no module of {type(network.transformer).__name__} is one of {units}"
     # Inputs are not cast: SD3 takes timesteps up to 1000, which bf16 would round to multiples of 4.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # The root reshards too. By default it would stay gathered after a no-grad forward, and would use old weights after
-    # something other than backward (the EMA, a checkpoint) has written new ones.
     offload_policy = OffloadPolicy()
     if offload:
         offload_policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+
+    # The root reshards after its forward, too. By default it would stay gathered after a no-grad forward, and would use
+    # old weights after something other than backward (the EMA, a checkpoint) has written new ones.
     for module in [*unit_modules, network]:
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True, offload_policy=offload_policy)
     # The order in which FSDP2 itself prefetches is that of the last forward, and a loss may have several.
@@ -227,8 +234,8 @@ def rows_of(tensor: Tensor) -> Rows:
         return Rows(tensor, 0, distributed.rank(), distributed.world_size())
     mesh = tensor.device_mesh
     # FSDP2 splits dim 0 like torch.chunk, in parts of ceil(rows / ranks): the last ranks may get none.
-    num_rows = -(-tensor.shape[0] // mesh.size(-1))
-    first = mesh.get_local_rank(-1) * num_rows
+    rows_per_rank = math.ceil(tensor.shape[0] / mesh.size(-1))
+    first = mesh.get_local_rank(-1) * rows_per_rank
     if mesh.ndim == 2:
         return Rows(tensor.to_local(), first, copy=mesh.get_local_rank(0), num_copies=mesh.size(0))
     return Rows(tensor.to_local(), first, copy=0, num_copies=1)

@@ -30,12 +30,24 @@ PEFT_PREFIX = "base_model.model."
 # Entry of the file's header with the LoraConfig, as JSON.
 METADATA = "lora_adapter_metadata"
 NAME = re.compile(r"transformer\.(.+)\.lora_[AB]\.weight")
-# Settings that are read, or have no effect on what the stored tensors compute.
+# Entries of a LoraConfig that may have any value: those that are read, and those that have no effect on what the
+# stored tensors compute.
 HEEDED = {
-    *("r", "lora_alpha"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "task_type"),
-    *("base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "peft_version", "megatron_core"),
-    *("qalora_group_size",),
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "target_modules",
+    "task_type",
 }
 # Values of init_lora_weights that leave the base as it is.
 FIRST_WEIGHTS = (True, False, "gaussian", "orthogonal", "eva")
@@ -66,10 +78,10 @@ def find_file(path: Path | str) -> Path:
 
 
 def _find_file(folder: Path) -> Path:
-    """Do as `find_file`, but for an OSError of a folder that cannot be read."""
+    """Return what `find_file` does. Raises OSError for a folder that cannot be read."""
     if folder.exists() and not folder.is_dir():
         return folder
-    # Whatever has the name is chosen, a link to a file that is gone, too, so that the message is about it.
+    # A link to a file that is gone counts, too: the error should be about that link.
     for name in (FILE, PEFT_FILE):
         if (folder / name).is_symlink() or (folder / name).exists():
             return folder / name

@@ -161,7 +161,8 @@ def _check_settings(path: Path) -> None:
 
 
 def _json_problem(path: Path) -> str:
-    """Return why a file is no JSON object, or the settings of a part too deep to be one, "" if it is neither."""
+    """Return why a file of settings cannot be used, as the rest of a sentence: it is no JSON object, or the config of a
+    part with too many layers. Returns "" for one that can be used."""
     try:
         # As diffusers reads it. From bytes, json would take a byte order mark and UTF-16, too.
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -216,8 +217,8 @@ def _check_frozen(folder: Path, part: Part) -> None:
 def _lacking(folder: Path, part: Part, config: bytes, shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> list[str]:
     """Return the names of a part's weights that are not stored, or in another shape.
 
-    A process that compares several policies of one model asks once for each. A changed config or file of weights is
-    another question.
+    The answer is cached for processes that load several policies of one model. `config`, the bytes of config.json, is
+    an argument only so that a changed file is compared again.
     """
     return LACKING[part.library](folder, part.class_name, dict(shapes))
 

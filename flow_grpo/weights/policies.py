@@ -129,7 +129,7 @@ def check_lora(lora: Lora) -> lora_files.Adapter | None:
 def predict(
     model: FlowModel, precision: str, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size
 ) -> Tensor:
-    """Return the model's velocity, in the forwards of a policy."""
+    """Return the model's velocity [B, ...] at x [B, ...] and timesteps t [B], under the autocast of all policies."""
     with autocast(precision, x.device):
         return model.velocity(x, t, condition, guidance_scale, size)
 
@@ -284,5 +284,6 @@ class Reference:
         return True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the live tensors that a checkpoint has to keep: none while the reference is the first policy."""
+        """Return the live tensors that a checkpoint has to keep: none if the reference never moves, since the run then
+        makes it again from its base or lora.path."""
         return self.copy.state_dict() if self.copy and self.moves else {}

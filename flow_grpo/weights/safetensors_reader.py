@@ -108,18 +108,21 @@ def _other_kind(file: Path) -> str:
 def _missing_bytes(file: Path) -> str:
     """Return how much a file lacks of what its header says; "" if the header cannot be read, or nothing is missing."""
     # A file is the header's length in 8 bytes, the header as JSON, and the tensors, whose offsets the header has.
+    num_bytes = file.stat().st_size
     with file.open("rb") as stored:
         header_size = int.from_bytes(stored.read(8), "little")
-        num_bytes = file.stat().st_size
-        try:
-            tensors = json.loads(stored.read(header_size if header_size < num_bytes else 0))
-            ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
-            whole = 8 + header_size + max(ends)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        if header_size >= num_bytes:
             return ""
-    if num_bytes >= whole:
+        header = stored.read(header_size)
+    try:
+        tensors = json.loads(header)
+        ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+        num_bytes_when_whole = 8 + header_size + max(ends)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return ""
-    return f"is cut off: it has {num_bytes:,} of {whole:,} bytes; fetch it again"
+    if num_bytes >= num_bytes_when_whole:
+        return ""
+    return f"is cut off: it has {num_bytes:,} of {num_bytes_when_whole:,} bytes; fetch it again"
 
 
 def fill_transformer(transformer: nn.Module, weights: StoredWeights, copy_rows: CopyRows) -> None:
