@@ -483,6 +483,29 @@ def test_an_image_without_a_score_is_left_out_alone():
         scored_by(answer, "deqa", allow_pickle=True)
 
 
+def test_an_image_that_our_server_cannot_score_is_left_out_alone_as_in_a_thread():
+    def score_some(images, prompts, metadata):
+        scores = images.mean((1, 2, 3))
+        doubled = 2 * scores
+        for number, prompt in enumerate(prompts):
+            if prompt == "prompt 2":
+                doubled[number] = torch.inf
+        return {"score": scores, "doubled": doubled}
+
+    with listening(score_some) as url:
+        found = score(pool_of(url, max_masked_share=0.5))
+        with pytest.raises(RewardFailed, match=r"no number, for 'prompt 2' \(1 such images\)"):
+            score(pool_of(url))
+    rewards.register("some", score_some)
+    try:
+        local = score(Pool(CPU, {"some": 1.0}, (), settings(max_masked_share=0.5, batch_size=6)))
+    finally:
+        del rewards.REGISTERED["some"]
+    assert local["avg"].isnan().tolist() == [False, False, True, False, False, False]
+    for name, figure in (("avg", "avg"), ("served_doubled", "some_doubled")):
+        torch.testing.assert_close(found[name], local[figure], equal_nan=True)
+
+
 def test_no_more_images_are_under_way_than_there_is_room_for():
     under_way = []
     most = []

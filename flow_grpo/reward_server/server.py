@@ -5,6 +5,7 @@ A request that is repeated (same Idempotency-Key) gets the first one's answer.
 
 import asyncio
 import hmac
+import math
 import socket
 import sys
 from collections import OrderedDict
@@ -17,11 +18,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from torch import Tensor
 
 from flow_grpo.reward_server.requests import Job, Limits, Memory, read_job
 from flow_grpo.rewards.clients.client import RETRY_S
 from flow_grpo.rewards.clients.threads import Threads
-from flow_grpo.rewards.scores import scores_of, takes_videos
+from flow_grpo.rewards.scores import SomeFailed, scores_of, takes_videos
 
 REMEMBERED = 4096  # answers
 DECODERS = 2  # threads that decode images
@@ -43,13 +45,17 @@ class Rewarder:
         self.decoders = Threads(DECODERS)
         self.answers = OrderedDict()  # Idempotency-Key -> future scores
 
-    def _scores(self, job: Job) -> dict[str, list[float]]:
-        """Return the scores of a job, in the scoring thread."""
+    def _scores(self, job: Job) -> dict[str, list[float | None]]:
+        """Return the scores of a job, in the scoring thread; None for an image that has none."""
         images = torch.stack(job.images)
         if self.takes_videos and images.ndim == 4:
             images = images[:, None]
-        scores = scores_of(self.name, self.score, images, job.prompts, job.metadata, job.sources)
-        return {name: values.tolist() for name, values in scores.items()}
+        try:
+            scores = scores_of(self.name, self.score, images, job.prompts, job.metadata, job.sources)
+        # The other images keep their scores. What becomes of one without, the run decides.
+        except SomeFailed as error:
+            scores = error.scores
+        return {name: as_json(values) for name, values in scores.items()}
 
     def is_allowed(self, request: Request) -> bool:
         """Return whether a request bears the token, if there is one."""
@@ -97,6 +103,11 @@ class Rewarder:
         takes = "videos" if self.takes_videos else "images"
         answer = {"status": "ok", "waiting": len(self.memory.taken), "allowed": self.is_allowed(request)}
         return JSONResponse(answer | {"takes": takes})
+
+
+def as_json(values: Tensor) -> list[float | None]:
+    """Return scores [B] as JSON has them, which has no NaN: None in its place."""
+    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def make_app(name: str, score: Callable, limits: Limits, token: str) -> Starlette:

@@ -4,7 +4,7 @@ A request is multipart: a part "request" with {"prompts": [...], "metadata": [..
 an .npy file of [3, H, W] float32 in [0, 1], or for each video one of [f, 3, H, W] if the server's GET /health answers
 with {"takes": "videos"}: others are sent some frames of a video as images. If prompts edit images, "request" also has
 {"sources": [[0], [0], [1]]}: the numbers of the parts "sources", .npy files too, that each prompt edits. The answer is
-JSON, {"scores": {"score": [...], name: [...]}}.
+JSON, {"scores": {"score": [...], name: [...]}}, with null for an image that has no score.
 """
 
 import io
