@@ -482,7 +482,7 @@ def test_a_picture_that_a_disk_refuses_leaves_the_old_one(tmp_path, board):
     records = [{"kind": "eval", "epoch": 0, "eval/shapes": 0.5}]
     row = {"policy": "base", "weights": ""}
     split = Split("test", [Prompt("a red circle", {})])
-    scores = Scores({"avg": torch.zeros(1, 1)}, {0: random_images(1)[0]}, {})
+    scores = Scores({"avg": torch.zeros(1, 1)}, {0: random_images(1)[0]}, {}, {})
     draws = {
         "samples.png": lambda file: dashboard.plot_samples(file.parent),
         "reward.png": lambda file: dashboard.plot_reward(records, board.config, file),

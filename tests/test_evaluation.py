@@ -33,6 +33,7 @@ from flow_grpo.evaluation.saved_images import SavedImages
 from flow_grpo.monitoring import run_history
 from flow_grpo.run import save
 from flow_grpo.run.evaluate import due_kinds, remaining_kinds
+from flow_grpo.scoring.scorers import RewardFailed
 from flow_grpo.settings.sections import Config, Eval, Reward, Sample
 from flow_grpo.settings.table import with_values
 
@@ -621,13 +622,30 @@ def test_nonsense_is_refused_before_weights_are_loaded(runs, tmp_path, monkeypat
     assert_refused(rows)
 
 
+def test_a_table_of_scores_of_which_more_failed_than_may_is_refused(runs, tmp_path, monkeypatch):
+    def brightness(images, prompts, metadata):
+        scores = images.mean((1, 2, 3))
+        failed = torch.tensor([prompt in first_prompts for prompt in prompts])
+        return torch.where(failed, torch.nan, scores)
+
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("brightness", brightness)
+    words = [runs[4], "--rewards", "brightness", "--num-prompts", 4, "--set"]
+    first_prompts = [prompt.text for prompt in evaluation.spread(prompts.load_prompts("dataset/shapes", "test"), 4)[:2]]
+    with pytest.raises(RewardFailed, match=r"'brightness' .* failed for 50.0% of 8 images; .*max_masked_share is 0.4"):
+        evaluated(tmp_path, *words, "reward.max_masked_share=0.4")
+    found, _ = evaluated(tmp_path, *words, "reward.max_masked_share=0.5")
+    (row,) = found["rows"]
+    assert ["nan" in scores for scores in row["scores"]["brightness"]] == [True, True, False, False]
+
+
 def summarised(*rows):
     """The table of rows of scores [2, 4] by name, without images."""
     scored = []
     for number, columns in enumerate(rows):
         values = {name: torch.tensor(column) for name, column in columns.items()}
         settings = dict(policy=f"p{number}", weights="best", guidance_scale=1.0, size="64x64")
-        scored.append(evaluate.Scored(settings, evaluation.Scores(values, {}, {})))
+        scored.append(evaluate.Scored(settings, evaluation.Scores(values, {}, {}, {})))
     return evaluate.summarise(scored, False, ["text", "text", "logo", "logo"], [2])
 
 

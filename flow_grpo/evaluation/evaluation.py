@@ -58,6 +58,7 @@ class Scores(NamedTuple):
     # Number of the prompt -> its image [3, H, W] or video [f, 3, H, W] of the first noise, of those to be shown.
     images: dict[int, Tensor]
     variety: dict[str, Estimate]  # how different a prompt's images are; {} of one noise
+    masked_shares: dict[str, float]  # of the images without a score, of each reward that may fail
 
 
 class _Batch(NamedTuple):
@@ -73,7 +74,7 @@ class _Batch(NamedTuple):
 def score(
     sampler: Sampler, split: Split, seeds: range | list[int], num_shown: int = 0, saved: SavedImages | None = None
 ) -> Scores:
-    """Draw one image per noise and prompt, and score it by every reward; the same on every rank.
+    """Draw one image per noise and prompt, and score it by every reward; the same on every rank. Raises RewardFailed.
 
     Noise s of prompt i does not depend on the run or its seed, and batches are the same on any number of ranks.
 
@@ -109,7 +110,7 @@ def score(
     gathered = _gathered(batches, distances, len(seeds))
     if saved and distributed.is_main():
         saved.write_table(list(seeds), gathered.values)
-    return gathered
+    return gathered._replace(masked_shares=sampler.pool.masked_shares(gathered.values))
 
 
 def _labels(sampler: Sampler, images: Tensor, prompts: list[Prompt]) -> dict[str, Tensor]:
@@ -141,7 +142,7 @@ def _shown_of(images: Tensor, start: int, shown: list[int]) -> dict[int, Tensor]
 
 
 def _gathered(batches: list[_Batch], distances: variety.Distances, num_noises: int) -> Scores:
-    """Join the batches of all ranks."""
+    """Join the batches of all ranks; without the masked shares."""
     batches = sorted(distributed.gather_objects(batches), key=lambda batch: batch.start)
     values = {}
     for name, column in join_scores([batch.scores for batch in batches]).items():
@@ -151,8 +152,8 @@ def _gathered(batches: list[_Batch], distances: variety.Distances, num_noises: i
         images |= batch.images
     # One image of a prompt differs from nothing.
     if num_noises == 1:
-        return Scores(values, images, {})
-    return Scores(values, images, _variety(distances, batches, num_noises))
+        return Scores(values, images, {}, {})
+    return Scores(values, images, _variety(distances, batches, num_noises), {})
 
 
 def _variety(distances: variety.Distances, batches: list[_Batch], num_noises: int) -> dict[str, Estimate]:

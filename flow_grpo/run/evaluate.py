@@ -95,7 +95,7 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
         run.board.say(saved.problem)
     means = evaluation.means(scores, settings.best_by, run.config.watched_rewards)
     metrics = _metrics_of(run, "eval", means)
-    for name, share in run.pool.masked_shares(scores.values).items():
+    for name, share in scores.masked_shares.items():
         metrics[f"eval/{name}_masked_share"] = share
     run.board.log("eval", metrics, epoch=epoch, step=run.step)
     _log_shown_images(run, epoch, split.prompts, scores)
@@ -117,9 +117,6 @@ def score_test(run: Run) -> dict[str, float]:
     with run.board.timed("eval"):
         split = evaluation.part_of(run.prompts.test, settings.num_prompts)
         scores = evaluation.score(sampler_of(run), split, range(settings.noises_per_prompt))
-
-    # Raises if too many scores failed.
-    run.pool.masked_shares(scores.values)
     means = evaluation.means(scores, settings.best_by, run.config.watched_rewards)
     return means | evaluation.means_by_category(scores, split)
 
