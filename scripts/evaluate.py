@@ -150,8 +150,7 @@ def check_words(args: argparse.Namespace) -> None:
     check_flags(args)
     override(default_config(), args)
     # A run may have rewards of its own.
-    runs = [name for name in args.policies if folders.run_of(Path(name))]
-    if args.rewards and not runs:
+    if args.rewards and not any(map(folders.find_run, args.policies)):
         rewards.check_rewards({name: weight or 0.0 for name, weight in args.rewards})
 
 
@@ -251,7 +250,7 @@ class Table(NamedTuple):
 
 def configured(args: argparse.Namespace) -> tuple[list[Candidate], Config]:
     """Return the policies, each with its settings, and the settings that all share, the first run's."""
-    runs = filter(None, map(folders.run_of, map(Path, args.policies)))
+    runs = filter(None, map(folders.find_run, args.policies))
     first_run = next(runs, None)
     common = policies_to_compare.run_config(first_run) if first_run else Config()
     common = policies_to_compare.with_model(common, args.model or common.model)
@@ -537,15 +536,15 @@ def over_seeds(table: Table, compared: list[Candidate]) -> str:
     if len(table.rows) != len(compared):
         return ""
     row_of = {}
-    runs = []
+    runs = {}  # by folder: a run that is named twice, such as by its best/, is one
     for candidate, row in zip(compared, table.rows, strict=True):
-        is_new = candidate.name not in row_of
+        run_folder = folders.find_run(candidate.name)
+        if run_folder is None or run_folder.resolve() in runs:
+            continue
         row_of[candidate.name] = row
-        run_folder = folders.run_of(Path(candidate.name))
-        if is_new and run_folder is not None:
-            runs.append(run_history.read_run(run_folder, candidate.name))
+        runs[run_folder.resolve()] = run_history.read_run(run_folder, candidate.name)
     lines = []
-    for group in run_history.grouped_by_seed(runs):
+    for group in run_history.grouped_by_seed(list(runs.values())):
         if len(group) == 1:
             continue
         names = [run.label for run in group]

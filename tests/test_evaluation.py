@@ -23,6 +23,7 @@ from refused import assert_refused
 from small import ROOT, change_json, evaluated, exported, few_prompts, flip_a_bit, lines_of, record, train
 
 from flow_grpo import rewards
+from flow_grpo.base import locations
 from flow_grpo.base.pixels import from_picture
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best, checkpoints
@@ -477,6 +478,33 @@ def test_best_of_a_run_is_evaluated_by_the_settings_of_the_run_as_the_run_is(run
     assert of_best == of_run != Config()
     # A reward that the run's server scores, and that has no file here, is left to the run.
     evaluate.check_words(evaluate.parser().parse_args([str(run / "best"), "--rewards", "served"]))
+
+
+def test_a_run_that_lies_in_the_checkout_shares_its_settings_from_any_folder(runs, tmp_path, monkeypatch):
+    run = shutil.copytree(runs[4], tmp_path / "checkout" / "runs" / "a")
+    change_json(run / "config.json", reward_fn={"jpeg_compressibility": 1.0}, dataset="dataset/ocr")
+    monkeypatch.setattr(locations, "PACKAGE", tmp_path / "checkout" / "flow_grpo")
+    monkeypatch.chdir(tmp_path)
+    args = evaluate.parser().parse_args(["runs/a"])
+    ((candidate,), shared) = evaluate.configured(args)
+    assert candidate.lora == run / "best"
+    assert shared == candidate.config
+    assert shared.dataset == "dataset/ocr"
+
+
+def test_a_run_that_is_named_twice_is_no_run_of_another_seed(runs, tmp_path):
+    again = shutil.copytree(runs[4], tmp_path / "again")
+    change_json(again / "config.json", seed=7)
+    candidates = []
+    rows = []
+    score = estimates.Estimate(0.5, 0.1, 4)
+    for name in (runs[4], runs[4] / "best", f"{runs[4]}/", again):
+        candidates.append(policies_to_compare.find_candidate(str(name), Config(), "best"))
+        rows.append(evaluate.Row({}, {}, {"avg": score._replace(mean=float(len(rows)))}, {}))
+    said = evaluate.over_seeds(evaluate.Table(rows[:3], "avg", False), candidates[:3])
+    assert said == ""
+    said = evaluate.over_seeds(evaluate.Table(rows, "avg", False), candidates)
+    assert said == f"\n\navg of {runs[4]}, {again}, which differ in the seed: 1.5 ± 1.5\n"
 
 
 def test_evaluate_draws_every_noise_scale_and_size_and_writes_every_score(runs, tmp_path, capsys):

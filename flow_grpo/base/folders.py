@@ -17,6 +17,7 @@ from types import UnionType
 from typing import Any, TextIO, TypeVar, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
+from flow_grpo.base import locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, quoted
 
@@ -53,6 +54,12 @@ def run_of(folder: Path) -> Path | None:
     if folder.name == BEST and is_run(folder.parent):
         return folder.parent
     return None
+
+
+def find_run(name: str) -> Path | None:
+    """Return the run that a name on a command line stands for, as `locations.resolve` finds it; None for anything
+    else."""
+    return run_of(Path(locations.resolve(name)))
 
 
 def apply_umask(file: Path) -> None:

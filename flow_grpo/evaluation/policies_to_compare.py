@@ -69,7 +69,7 @@ def find_candidate(name: str, config: Config, weights: str) -> Candidate:
 def _candidate(name: str, config: Config, weights: str) -> Candidate:
     """Find out what a folder or hub id is. Arguments and errors as of `find_candidate`."""
     folder = Path(locations.resolve(name))
-    run_folder = folders.run_of(folder)
+    run_folder = folders.find_run(name)
     if run_folder is not None:
         return _candidate_of_run(name, run_folder, weights if run_folder == folder else "best")
     is_model = (folder / "model_index.json").is_file()
