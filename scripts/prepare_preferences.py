@@ -428,8 +428,7 @@ def claim(folder: Path, origin: dict[str, Any]) -> bool:
     """
     unfinished = folder / "unfinished"
     report = folder / "report.json"
-    if not folders.make_folder(folder, "config.preferences.path") and not folder.is_dir():
-        raise UserError(f"config.preferences.path: {folder} is no folder")
+    folders.ensure_folder(folder, "config.preferences.path")
     is_complete = report.exists() and not unfinished.exists()
     is_begun = is_complete or unfinished.exists()
     if not is_begun and {path.name for path in folder.iterdir()} - {folders.LOCK}:

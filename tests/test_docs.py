@@ -178,6 +178,7 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "and so is `train.nft_beta`": ("test_refusals.py", "nft_beta is 0.3"),
     "Forwards without shared noise or whole groups": ("test_refusals.py", '"dgpo", "shared_noise True"'),
     "`guard`, `dppo` and `rsm` refuse `cps`": ("test_refusals.py", "sde_type 'cps'"),
+    "refuses images to be edited": ("test_prompt_files.py", '"images to be edited"'),
     "another schedule is refused for it, and so is a `train.beta` of 0": ("test_refusals.py", "beta above 0"),
     "Schedules 0 and 2 are refused for": ("test_refusals.py", "75 updates"),
     "Settings of noise, windows and ratios are refused": ("test_config.py", "def test_a_script_refuses_exactly"),

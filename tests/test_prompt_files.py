@@ -10,6 +10,7 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import split_prompts
 from refused import assert_refused
 
 from flow_grpo.base.prompt import texts_of
@@ -173,6 +174,41 @@ OTHER_FOLDERS = [  # names of the files of a data set, and words of the sentence
     (["test.txt", "00000.tar"], "['00000.tar', 'test.txt']"),
     (["dataset_info.json", "state.json", "data-00000-of-00001.arrow"], "save_to_disk", "to_csv"),
 ]
+
+
+def split_into(folder, source, *words):
+    """Run split_prompts.py."""
+    words = [source, "--out", folder, "--test=2", "--validation=1", *words]
+    args = split_prompts.parser().parse_args([str(word) for word in words])
+    split_prompts.check_flags(args)
+    split_prompts.main(args)
+
+
+def test_what_is_split_is_what_a_run_reads(tmp_path):
+    plain = tmp_path / "plain.txt"
+    plain.write_text("".join(f"number {i}\n" for i in range(8)))
+    tagged = tmp_path / "tagged.jsonl"
+    tagged.write_text("".join(json.dumps({"prompt": f"tagged {i}", "tag": "a"}) + "\n" for i in range(8)))
+    edits = tmp_path / "edits.jsonl"
+    edits.write_text("".join(json.dumps({"prompt": "make it blue", "sources": [f"{i}.png"]}) + "\n" for i in range(8)))
+
+    split_into(tmp_path / "out", plain)
+    split_into(tmp_path / "out", plain)
+    split_into(tmp_path / "two", plain, "--validation=0")
+    assert prompts.find_file(tmp_path / "two", "validation") is None, "an empty file of validation prompts is refused"
+    assert [len(prompts.load_prompts(tmp_path / "two", split)) for split in ("train", "test")] == [6, 2]
+    split_into(tmp_path / "objects", tagged)
+    rows = [
+        ("text beside objects", lambda: split_into(tmp_path / "objects", plain), ["train_metadata.jsonl", "another"]),
+        ("objects beside text", lambda: split_into(tmp_path / "out", tagged), ["test.txt", "another data set"]),
+        ("a split less", lambda: split_into(tmp_path / "out", plain, "--validation=0"), ["has validation.txt of"]),
+        ("images to be edited", lambda: split_into(tmp_path / "edited", edits), [edits, "line 1", "sources"]),
+        ("a negative number", lambda: split_into(tmp_path / "other", plain, "--test=-5"), ["--test is -5"]),
+        ("a file", lambda: split_into(plain, plain), ["--out", plain, "is no folder"]),
+        ("below a file", lambda: split_into(plain / "a", plain), ["--out", plain, "is no folder"]),
+    ]
+    assert_refused(rows)
+    assert len(prompts.load_prompts(tmp_path / "out", "validation")) == 1
 
 
 def test_a_data_set_folder_without_its_files_says_what_it_has(tmp_path):

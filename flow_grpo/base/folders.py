@@ -190,6 +190,12 @@ def make_folder(folder: Path, key: str) -> bool:
     return True
 
 
+def ensure_folder(folder: Path, key: str) -> None:
+    """Make a folder unless it is there. Raises UserError with `key`, the setting or flag that names it."""
+    if not make_folder(folder, key) and not folder.is_dir():
+        raise UserError(f"{key}: {folder} is no folder")
+
+
 def lock(folder: Path) -> str:
     """Keep other processes out of a folder until this one ends or calls `release`.
 

@@ -59,6 +59,12 @@ def read_rows(path: Path, column: str = "") -> list[Row]:
     return READERS[path.suffix.lower()](path, column)
 
 
+def names_of_split(split: str) -> tuple[str, str]:
+    """Return the names that the file of a split may have in a data set: of objects, which is read if both are there,
+    and of text."""
+    return f"{split}_metadata.jsonl", f"{split}.txt"
+
+
 def is_prompt_file(path: Path) -> bool:
     """Return whether a name's ending is one of those that can be read."""
     return path.suffix.lower() in READERS

@@ -76,7 +76,7 @@ def open_split(folder: str, split: str, setting: str = DATASET) -> PromptFile:
     """
     path = find_file(folder, split, setting)
     if path is None:
-        names = " or ".join(_file_names(split))
+        names = " or ".join(prompt_files.names_of_split(split))
         raise UserError(f"{setting} {quoted(folder)} needs {names}; neither is there{_hint_of_content(folder)}")
     return PromptFile(path, load_file(path))
 
@@ -86,17 +86,13 @@ def find_file(folder: str | Path, split: str, setting: str = DATASET) -> Path | 
     to refuse; None if there is none. Raises UserError, which names the setting, if the folder cannot be looked into."""
     try:
         located = Path(locations.resolve(str(folder)))
-        for name in _file_names(split):
+        for name in prompt_files.names_of_split(split):
             path = located / name
             if path.is_symlink() or path.exists():
                 return path
     except OSError as error:  # a name that is too long, or a folder that nobody may look into
         raise UserError(f"{setting} is {quoted(str(folder))}: {error.strerror}") from error
     return None
-
-
-def _file_names(split: str) -> tuple[str, str]:
-    return f"{split}_metadata.jsonl", f"{split}.txt"
 
 
 def _hint_of_content(folder: str) -> str:
@@ -106,7 +102,7 @@ def _hint_of_content(folder: str) -> str:
         return ""
     if SAVED_DATASET & set(names):
         return ", but what `save_to_disk` of `datasets` writes: load it, and save its column of prompts by `to_csv`"
-    splits = [name for split in SPLITS for name in _file_names(split)]
+    splits = [name for split in SPLITS for name in prompt_files.names_of_split(split)]
     for name in names:
         if prompt_files.is_prompt_file(Path(name)) and name not in splits:
             return f", but {quoted(name)}: tools/split_prompts.py makes a data set of such a file"
