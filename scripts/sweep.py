@@ -20,16 +20,18 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from flow_grpo.base import locations
+from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted, with_error
 from flow_grpo.base.signals import SIGNALS, STATUS
 from flow_grpo.command_line import command_line
 from flow_grpo.command_line.gpus import gpu_names, visible_gpus
+from flow_grpo.command_line.overrides import keys_of
 from flow_grpo.settings import unknown_names
 from flow_grpo.settings.table import BY_KEY, default_config, flat
 
@@ -37,6 +39,7 @@ from flow_grpo.settings.table import BY_KEY, default_config, flat
 GIVEN = ("output_dir", "run_name", "resume_from")
 # Sections in which a user may add names.
 OPEN_SECTIONS = ("custom.", "reward.args.", "reward_fn.")
+QUOTES = ("'", '"')
 POLL_S = 0.2
 # Signals that torchrun passes on to its ranks: SIGUSR1 would end it alone.
 HANDLED = "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -94,8 +97,7 @@ def _parsed(text: str) -> tuple[str, list[str]]:
         raise UserError(unknown_names.answer(key, flat(default_config()), f"{quoted(key)} (--vary)"))
     if key in GIVEN:
         raise UserError(f"--vary {key} would be ignored: the sweep gives each run its own")
-    # Commas inside of brackets belong to a value, such as (0, 3).
-    choices = [value.strip() for value in re.split(r",(?![^(\[{]*[)\]}])", values)]
+    choices = _separated(values)
     if not all(choices):
         raise UserError(f"--vary {quoted(text)} lacks a value: write KEY=VALUE,VALUE")
     if len(set(choices)) < len(choices):
@@ -103,9 +105,33 @@ def _parsed(text: str) -> tuple[str, list[str]]:
     return key, choices
 
 
+def _separated(values: str) -> list[str]:
+    """Return the values between commas. Those inside of brackets or quotes belong to a value, such as (0, 3)."""
+    choices = [""]
+    depth = 0  # of brackets
+    quote = ""  # that is to end a text
+    for letter in values:
+        # Within a word, as in don't, it is no quote.
+        begins_text = letter in QUOTES and (depth > 0 or not choices[-1].strip())
+        if quote:
+            if letter == quote:
+                quote = ""
+        elif begins_text:
+            quote = letter
+        elif letter in "([{":
+            depth += 1
+        elif letter in ")]}":
+            depth = max(depth - 1, 0)
+        elif letter == "," and not depth:
+            choices.append("")
+            continue
+        choices[-1] += letter
+    return [choice.strip() for choice in choices]
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise UserError for what no run could be started with."""
-    members_of(args.vary)
+    members = members_of(args.vary)
     if not locations.find_command(args.script).is_file():
         raise UserError(f"{args.script} is no file, and no script of the package")
     if args.slurm and (args.gpus or args.ranks > 1 or args.parallel > 1):
@@ -113,12 +139,21 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name in ("ranks", "parallel"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} is {getattr(args, name)}; it is at least 1")
-    for key in GIVEN:
-        if any(flag.startswith(f"--config.{key}") for flag in args.flags):
-            raise UserError(f"--config.{key} would be ignored: the sweep gives each run its own")
+    for key in keys_of(args.flags):
+        _check_flag(key, varied=members[0].values)
     gpus = gpus_of(args.gpus)
     if gpus and len(gpus) < args.ranks:
         raise UserError(f"--ranks {args.ranks} needs {args.ranks} GPUs, and this sweep has {len(gpus)}")
+
+
+def _check_flag(key: str, varied: Iterable[str]) -> None:
+    """Raise UserError for a setting among the script's flags that each run is given anew; `varied` are those of
+    --vary."""
+    if key in GIVEN:
+        raise UserError(f"--config.{key} would be ignored: the sweep gives each run its own")
+    # The other way round, one reward's weight, say, may vary within all rewards that a flag gives.
+    if any(f"{key}.".startswith(f"{whole}.") for whole in varied):
+        raise UserError(f"--config.{key} would be ignored: --vary gives each run its own")
 
 
 def gpus_of(text: str) -> list[str]:
@@ -306,7 +341,7 @@ def write_slurm(args: argparse.Namespace) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    args.out.mkdir(parents=True, exist_ok=True)
+    folders.ensure_folder(args.out, "--out")
     if args.slurm:
         write_slurm(args)
         return 0

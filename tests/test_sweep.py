@@ -37,6 +37,21 @@ def test_every_combination_is_a_run_of_its_own_name():
     assert members[1].values == {"train.learning_rate": "1e-4", "sample.sde_window_range": "(1, 3)", "seed": "1"}
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ("(0, 3),(1, 3)", ["(0, 3)", "(1, 3)"]),
+        ("((0, 3), (1, 2)),()", ["((0, 3), (1, 2))", "()"]),
+        ("{'a': 1, 'b': {'c': [1, 2]}}", ["{'a': 1, 'b': {'c': [1, 2]}}"]),
+        ("'a, b', c", ["'a, b'", "c"]),
+        ("('a)', 1),2", ["('a)', 1)", "2"]),
+        ("don't, can't", ["don't", "can't"]),
+    ],
+)
+def test_a_comma_inside_of_brackets_or_quotes_is_part_of_a_value(values, expected):
+    assert [member.values["custom.x"] for member in sweep.members_of([f"custom.x={values}"])] == expected
+
+
 def test_places_are_gpus_of_their_own_or_the_cpu():
     assert sweep.places_of([], 2, 2) == [{}, {}]
     devices = [place["CUDA_VISIBLE_DEVICES"] for place in sweep.places_of(["0", "1", "5"], 1, 2)]
@@ -54,6 +69,8 @@ def test_a_sweep_takes_the_gpus_that_it_is_given_or_else_those_that_it_sees(monk
 
 def test_what_no_run_could_be_started_with_is_refused(tmp_path):
     vary = ["--out", tmp_path / "runs", "--vary"]
+    file = tmp_path / "file"
+    file.write_text("text")
     rows = [
         ("lerning_rate", lambda: parsed(*vary, "train.lerning_rate=1", SCRIPT), ["nearest", "train.learning_rate"]),
         ("no value", lambda: parsed(*vary, "seed=1,,2", SCRIPT), ["seed=1,,2", "lacks a value"]),
@@ -61,6 +78,18 @@ def test_what_no_run_could_be_started_with_is_refused(tmp_path):
         ("key twice", lambda: parsed(*vary, "seed=1", "--vary", "seed=2", SCRIPT), ["names a setting twice"]),
         ("run_name", lambda: parsed(*vary, "run_name=a", SCRIPT), ["--vary run_name would be ignored"]),
         ("its flag", lambda: parsed(*vary, "seed=1", SCRIPT, "--config.output_dir=x"), ["output_dir would be ignored"]),
+        ("varied", lambda: parsed(*vary, "seed=1", SCRIPT, "--config.seed=3"), ["seed would be ignored: --vary"]),
+        (
+            "varied whole",
+            lambda: parsed(*vary, "reward_fn={'shapes': 1}", SCRIPT, "--config.reward_fn.shapes", "2"),
+            ["config.reward_fn.shapes would be ignored"],
+        ),
+        (
+            "one dash",
+            lambda: parsed(*vary, "seed=1", SCRIPT, "-config.run_name=a"),
+            ["config.run_name would be ignored"],
+        ),
+        ("a file", lambda: sweep.main(parsed("--out", file, "--vary", "seed=1", SCRIPT)), ["--out", "is no folder"]),
         ("no script", lambda: parsed(*vary, "seed=1", "nowhere.py"), ["nowhere.py is no file", "package"]),
         ("gpus", lambda: parsed("--gpus=0", "--ranks=2", *vary, "seed=1", SCRIPT), ["--ranks 2", "this sweep has 1"]),
         ("ranks", lambda: parsed("--ranks=0", *vary, "seed=1", SCRIPT), ["--ranks is 0"]),
@@ -72,6 +101,8 @@ def test_what_no_run_could_be_started_with_is_refused(tmp_path):
         ),
     ]
     assert_refused(rows)
+    # The other rewards are the flag's, and one varies.
+    parsed(*vary, "reward_fn.shapes=1,2", SCRIPT, "--config.reward_fn={'shapes': 1, 'edits': 1}")
 
 
 def test_an_array_job_has_the_settings_of_each_run(tmp_path, capsys):

@@ -19,11 +19,7 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
     """The config of a command line. Raises UserError: a word that means nothing, a setting that there is not (with the
     nearest), a value of another type."""
     file, remaining = split(arguments, default)
-    keys = []
-    for word in remaining:
-        match = re.match(r"--?(?:no)?config\.([^=]*)", word)
-        if match:
-            keys.append(match[1])
+    keys = keys_of(remaining)
     config = config_files.load(file)
     _drop_stand_ins(config, file, remaining)
     _add_rewards(config, remaining)
@@ -34,6 +30,16 @@ def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
     _override(config, remaining)
     checks.check_typed(config, keys)
     return config
+
+
+def keys_of(arguments: Sequence[str]) -> list[str]:
+    """Return the settings to which words of a command line give a value, by their dotted keys."""
+    keys = []
+    for word in arguments:
+        match = re.match(r"--?(?:no)?config\.([^=]*)", word)
+        if match:
+            keys.append(match[1])
+    return keys
 
 
 def split(arguments: Sequence[str], default: str) -> tuple[str, list[str]]:
