@@ -229,6 +229,31 @@ def test_the_negative_prompt_is_looked_for_read_once_and_kept_once(name, tmp_pat
         assert embed(prompts[0]) is one
 
 
+def test_the_negative_of_any_picture_to_be_edited_is_looked_for(tmp_path):
+    model = loaded("qwenimage_edit")
+    prompts = as_prompts(TEXTS, "qwenimage_edit")
+
+    def encode(prompt):
+        return model.encode([prompt], width=32, guided=True)
+
+    cache = Cache(str(tmp_path / "cache"), {}, 32, CPU)
+    cache.fill(prompts, encode)
+    before = set(cache.folder.glob("negative_*"))
+    assert len(before) == len(prompts) == 2
+    for path in before:
+        path.unlink()
+        (lacking,) = cache.missing(prompts)
+        cache.fill([lacking], encode)
+        assert cache.missing(prompts) == []
+    # Beside a prompt that is new, too.
+    for path in before:
+        path.unlink()
+    cache._path(prompts[0].digest).unlink()
+    assert cache.missing(prompts) == prompts
+    cache.fill(prompts, encode)
+    assert set(cache.folder.glob("negative_*")) == before
+
+
 def test_a_cache_stays_where_it_is_while_a_reward_changes_the_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = Cache("cache", {}, 24, CPU)

@@ -8,7 +8,8 @@ its prompt, its way of encoding and its numbers, which is compared whenever the 
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
@@ -55,19 +56,25 @@ class Cache:
         return self.folder / f"{name}.safetensors"
 
     def missing(self, prompts: Iterable[Prompt]) -> list[Prompt]:
-        """Return the prompts without a file, each once; if only the negative prompt's is missing, the first prompt.
-        Raises UserError: the first prompt's file is damaged."""
-        unique = {prompt.digest: prompt for prompt in prompts}
-        absent = [prompt for prompt in unique.values() if not self._path(prompt.digest).exists()]
-        if absent or not unique:
-            return absent
-        # Prompts share their negative, so that encoding any of them writes it.
-        first = next(iter(unique.values()))
-        _, header = self._read_file(first.digest)
-        negative = header["negative"]
-        if negative and not self._path(negative).exists():
-            return [first]
-        return []
+        """Return the prompts without a file, each once, and for each negative without one the first of its prompts.
+        Raises UserError: a file is damaged. Reads headers."""
+        lacking = []
+        stored = []
+        for prompt in {prompt.digest: prompt for prompt in prompts}.values():
+            if self._path(prompt.digest).exists():
+                stored.append(prompt)
+            else:
+                lacking.append(prompt)
+        # Negatives differ from each other in their source images alone: prompts of text share theirs.
+        with_sources = [prompt for prompt in stored if prompt.sources]
+        negatives = set()
+        for prompt in with_sources or stored[:1]:
+            with _opened(self._path(prompt.digest)) as file:
+                negative = (file.metadata() or {}).get("negative")
+            if negative and negative not in negatives and not self._path(negative).exists():
+                lacking.append(prompt)
+            negatives.add(negative)
+        return lacking
 
     def check_writable(self) -> None:
         """Raise UserError unless embeddings can be written."""
@@ -124,18 +131,25 @@ class Cache:
         """Return a file's tensors and its header. Raises UserError: it is damaged."""
         path = self._path(name)
         tensors = {}
-        try:
-            with safe_open(path, framework="pt") as file:
-                for field in file.keys():  # noqa: SIM118
-                    tensors[field] = file.get_tensor(field)
-                header = file.metadata() or {}
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is damaged ({error}); {WAY_OUT}") from error
+        with _opened(path) as file:
+            for field in file.keys():  # noqa: SIM118
+                tensors[field] = file.get_tensor(field)
+            header = file.metadata() or {}
         # The folder's name stands for the way of encoding: a file from another folder is refused, too.
         wanted = f"{self.folder.name} {name} {header.get('negative')}"
         if header.get("digest") != _digest_of(wanted, tensors, header.get("width", "")):
             raise UserError(f"{path} is damaged: it is not what was written for this prompt; {WAY_OUT}")
         return tensors, header
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a file of tensors. Raises UserError where it is damaged, also within the block."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged ({error}); {WAY_OUT}") from error
 
 
 def _without_padding(row: Condition) -> tuple[dict[str, Tensor], str]:
