@@ -7,9 +7,11 @@ It prints its address and the setting with which a run uses it; see docs/howto/r
 
 import argparse
 import json
+from typing import Any
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import quoted
 from flow_grpo.command_line import command_line
 from flow_grpo.rewards.clients.client import read_token
 
@@ -26,8 +28,19 @@ def parser() -> argparse.ArgumentParser:
     add("--token-file", default="", help="holds the token; without it the environment's REWARD_TOKEN")
     add("--without-token", action="store_true", help="other machines may connect without one")
     add("--device", default="", help="default: cuda:0 where there is one")
-    add("--options", type=json.loads, default={}, help="of the reward's load(), as JSON")
+    add("--options", type=options, default={}, help="of the reward's load(), as an object of JSON")
     return flags
+
+
+def options(text: str) -> dict[str, Any]:
+    """Parse the options of a reward."""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise argparse.ArgumentTypeError(f'{quoted(text)} is no object; write {{"NAME": VALUE}}')
+    return parsed
 
 
 def check_flags(args: argparse.Namespace) -> None:

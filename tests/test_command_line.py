@@ -377,6 +377,8 @@ ANSWERED = [  # a command, its exit status, and words of its answer
     ("scripts/push_to_hub.py scripts --repo mine", 2, ["'mine'", "USER/NAME"]),
     ("scripts/push_to_hub.py scripts --rep me/mine", 2, ["--rep"]),
     ("scripts/serve_reward.py shapez", 2, ["'shapez'", "shapes"]),
+    ("scripts/serve_reward.py shapes --options 3", 2, ["--options", "'3' is no object"]),
+    ("scripts/serve_reward.py shapes --options {a", 2, ["--options", "'{a' is no JSON"]),
     ("-m flow_grpo.monitoring.report --ot page.html scripts", 2, ["--ot"]),
 ]
 

@@ -132,7 +132,7 @@ def test_what_no_run_could_use_is_refused(tmp_path):
 
     good = PROMPTS["test"][0].metadata
     bad_edits = []
-    for changed in ({"object": 9}, {"action": "grow"}, {"action": ["grow"]}):
+    for changed in ({"object": 9}, {"object": 0.0}, {"object": False}, {"action": "grow"}, {"action": ["grow"]}):
         bad_edits.append(dict(edit=good["edit"] | changed))
     bad_edits += [dict(objects=3), dict(edit=None)]
     rows = [

@@ -36,8 +36,10 @@ def _problem_of_edit(objects: list[dict[str, Any]], edit: dict[str, Any]) -> str
     # The instruction and the reward tell objects apart by their class.
     if len({entry["class"] for entry in objects}) < len(objects):
         return "two `objects` are of one class"
-    if edit.get("object") not in range(len(objects)):
-        return f"`edit.object` is {quoted(edit.get('object'))}, not the index of an object"
+    # 1.0 and True are in a range, too.
+    index = edit.get("object")
+    if type(index) is not int or index not in range(len(objects)):
+        return f"`edit.object` is {quoted(index)}, not the index of an object"
     if edit.get("to") not in values:
         return f"the edit {quoted(edit)} is none; there are {VALUES}"
     return ""
