@@ -15,7 +15,7 @@ from peft import PeftModel
 from refused import assert_refused
 from safetensors import safe_open
 from safetensors.torch import load_file
-from small import lines_of, move, train
+from small import change_json, lines_of, move, train
 from test_policies import ALONE, TINY, by_evaluate, lora, pipeline_with, velocity
 
 from flow_grpo.checkpoints import exports
@@ -238,6 +238,17 @@ def test_a_lora_for_peft_keeps_its_dtype_and_is_read_here_too(rounded, policy, b
     rows.append(("no LoRA", lambda: convert_lora.write_for_peft(TINY, tmp_path / "other"), [TINY]))
     assert_refused(rows)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_lora_for_peft_names_the_one_that_it_was_trained_on(recorded, tmp_path, capsys):
+    run = shutil.copytree(recorded("nft").folder, tmp_path / "run")
+    convert_lora.write_for_peft(run / "best", tmp_path / "plain")
+    assert "lora.base" not in capsys.readouterr().out
+    settings = json.loads((run / "config.json").read_text())["lora"]
+    change_json(run / "config.json", lora=settings | {"base": "loras/lightning"})
+    for number, name in enumerate(("", "best", "best/pytorch_lora_weights.safetensors")):
+        convert_lora.write_for_peft(run / name, tmp_path / str(number))
+        assert "trained with lora.base loras/lightning: add that LoRA" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
     python tools/convert_lora.py runs/NAME/best --out FOLDER
 
 The LoRA may be a run's folder, its best/, or any file or folder that lora.path takes, of older versions too. peft reads
-no file of another name and no names of diffusers. ComfyUI reads the run's own file.
+no file of another name and no names of diffusers. ComfyUI reads the run's own file. The LoRA of lora.base, on which a
+run's LoRA was trained, is named, and left out.
 """
 
 import argparse
@@ -35,7 +36,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.base import folders
-from flow_grpo.weights import lora_files
+from flow_grpo.base.formatting import in_one_line
+from flow_grpo.weights import base_lora, lora_files
 
 
 def write_for_peft(lora: Path, out: Path) -> None:
@@ -55,6 +57,9 @@ def write_for_peft(lora: Path, out: Path) -> None:
         config.save_pretrained(str(scratch))
         save_file(weights, scratch / lora_files.PEFT_FILE, {"format": "pt"})
     print(f"{out}: {len(adapter.layers)} layers of rank {adapter.rank}")
+    base = base_lora.base_of_run(str(file))
+    if base:
+        print(f"it was trained with lora.base {in_one_line(base)}: add that LoRA to the transformer first")
 
 
 if __name__ == "__main__":

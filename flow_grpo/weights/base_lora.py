@@ -72,7 +72,7 @@ def other_bases(lora: Lora, teachers: tuple[str, ...]) -> str:
     here = _words(lora.base)
     trained_elsewhere = []
     for path in (lora.path, *teachers):
-        base = _base_of_run(path)
+        base = base_of_run(path)
         if base is not None and not _is_same(base, lora.base):
             trained_elsewhere.append(f"{in_one_line(path)} was trained {_words(base)}")
     if not trained_elsewhere:
@@ -94,7 +94,7 @@ def _words(base: str) -> str:
     return f"with lora.base {in_one_line(base)}" if base else "without lora.base"
 
 
-def _base_of_run(path: str) -> str | None:
+def base_of_run(path: str) -> str | None:
     """Return lora.base of the run that exported a LoRA; None where no run's folder has it, or it is not there."""
     if not path:
         return None
