@@ -95,48 +95,69 @@ def _go_on(config: Config, folder: Path, path: Path, parent: Path | None, prompt
     if checkpoint is None:
         raise UserError(f"config.resume_from: {path} no longer exists: another run has removed it")
     epoch = checkpoints.read_progress(checkpoint).epoch
+
+    # Settings first, then files.
+    changes = _changes_since(checkpoint, config, parent)
+    lines += changes.sentences(config)
+    if parent:
+        _check_inherited(checkpoint, changes.changed)
+        lines.append(_write_parent(folder, parent, checkpoint, epoch, changes.changed | changes.rescheduled))
+    else:
+        _check_same_run(folder, path, checkpoint, changes.changed)
+    inputs, notices, changed_rewards = _compared_inputs(config, folder, parent, prompt_files, epoch)
+    if changes.changed:
+        # Health compares no rewards of other settings.
+        inputs = inputs._replace(rewards_since=epoch)
+    input_files.write_inputs(folder, inputs)
+
+    if changes.rescheduled:
+        notices.append(f"{_arrows(changes.rescheduled)} changes the learning rate, which falls over all epochs")
+    begins = "begins" if parent else f"goes on from {checkpoint.name}"
+    for line in [*lines, f"the run {begins} in {folder}", *notices]:
+        dashboard.say(line)
+    has_other_rewards = bool(changed_rewards) or any(map(table.decides_scores, changes.changed))
+    return Place(folder, checkpoint, parent, inputs, changes.changed, changes.kept_settings, has_other_rewards)
+
+
+class _Changes(NamedTuple):
+    """Settings in which a config differs from that of the checkpoint it goes on from, by dotted name."""
+
+    changed: dict[str, tuple]  # (there, here), without those of the other two
+    kept_settings: dict[str, Any]  # the checkpoint's values, with which a resumed run goes on
+    rescheduled: dict[str, tuple]  # (there, here), where it moves the learning rate of each epoch
+
+    def sentences(self, config: Config) -> list[str]:
+        """Say which settings a resumed run keeps."""
+        sentences = []
+        for key, before in self.kept_settings.items():
+            now = table.value_of(config, key)
+            sentences.append(
+                f"goes on with config.{key} {before!r}, with which the run began; a new run of this config has {now!r}"
+            )
+        return sentences
+
+
+def _changes_since(checkpoint: Path, config: Config, parent: Path | None) -> _Changes:
+    """Compare a config with a checkpoint's. Raises UserError if the weight of branching steps is chosen neither by the
+    config nor by a checkpoint of this run."""
     file = checkpoint / "config.json"
     stored = folders.read_json(file)
     # Before `changes`, which fills what older settings lack into `stored`.
     rescheduled = _rescheduled(stored, config)
-    changed = stored_config.changes(stored, config.to_dict(), file)
-    kept_settings = _kept_settings(config, parent, changed)
-    changed = {key: pair for key, pair in changed.items() if key not in kept_settings}
-    lines += [_kept_sentence(key, before, table.value_of(config, key)) for key, before in kept_settings.items()]
-    if parent:
-        _check_inherited(checkpoint, changed)
-        lines.append(_write_parent(folder, parent, checkpoint, epoch, changed | rescheduled))
-    else:
-        _check_links(folder)
-        _check_writable(folder)
-        _check_unchanged(checkpoint, changed)
-        _check_newest(folder, path, checkpoint)
-    inputs, notices, changed_rewards = _compared_inputs(config, folder, parent, prompt_files, epoch)
-    if changed:
-        # Health compares no rewards of other settings.
-        inputs = inputs._replace(rewards_since=epoch)
-    input_files.write_inputs(folder, inputs)
-    if rescheduled:
-        notices.append(f"{_arrows(rescheduled)} changes the learning rate, which falls over all epochs")
-    begins = "begins" if parent else f"goes on from {checkpoint.name}"
-    for line in [*lines, f"the run {begins} in {folder}", *notices]:
-        dashboard.say(line)
-    has_other_rewards = bool(changed_rewards) or any(map(table.decides_scores, changed))
-    return Place(folder, checkpoint, parent, inputs, changed, kept_settings, has_other_rewards)
-
-
-def _kept_settings(config: Config, parent: Path | None, changed: dict[str, tuple]) -> dict[str, Any]:
-    """Settings that a resumed run keeps as its checkpoint has them. Raises UserError if the weight of branching steps
-    is chosen neither by the config nor by a checkpoint of this run."""
-    kept_settings = {} if parent else stored_config.kept_settings(changed)
+    differing = stored_config.changes(stored, config.to_dict(), file)
+    kept_settings = {} if parent else stored_config.kept_settings(differing)
     if "train.step_weight" not in kept_settings:
         checks.check_step_weight(config)
-    return kept_settings
+    changed = {key: pair for key, pair in differing.items() if key not in kept_settings}
+    return _Changes(changed, kept_settings, rescheduled)
 
 
-def _kept_sentence(key: str, before: Any, now: Any) -> str:
-    """Say that a resumed run keeps a setting."""
-    return f"goes on with config.{key} {before!r}, with which the run began; a new run of this config has {now!r}"
+def _check_same_run(folder: Path, path: Path, checkpoint: Path, changed: dict[str, tuple]) -> None:
+    """Raise UserError if a run could not go on in its folder from its checkpoint at `path`."""
+    _check_links(folder)
+    _check_writable(folder)
+    _check_unchanged(checkpoint, changed)
+    _check_newest(folder, path, checkpoint)
 
 
 def _rescheduled(stored: dict[str, Any], config: Config) -> dict[str, tuple]:
