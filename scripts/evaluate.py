@@ -177,7 +177,7 @@ from flow_grpo.evaluation.policies_to_compare import Candidate
 from flow_grpo.monitoring import progress, run_history
 from flow_grpo.monitoring.dashboard import attempt, plain, say
 from flow_grpo.monitoring.sheets import contact_sheet, write_animation
-from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.pool import Pool, open_pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.weights import policies, quantisation
 
@@ -646,8 +646,9 @@ def main(args: argparse.Namespace) -> None:
         # A LoRA file has been compared with its checksums before.
         if candidate.transformer:
             distributed.on_main(checksums.check_files, candidate.transformer.parent)
+    shape = families[0].image_shape(sizes_of(args, compared[0].config)[0])
+    pool = open_pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward, shape, split.prompts[0])
     folder = distributed.on_main(folders.make_new_folder, Path(args.out).absolute(), "--out")
-    pool = Pool(ranks.device, common.reward_fn, common.eval.rewards, common.reward)
     scored = score_all(args, comparison, families, pool, folder)
     if distributed.is_main():
         unweighted = bool(args.rewards) and all(weight is None for _, weight in args.rewards)

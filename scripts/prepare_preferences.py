@@ -116,7 +116,7 @@ from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.evaluation.policies_to_compare import Candidate
 from flow_grpo.monitoring import progress
 from flow_grpo.monitoring.dashboard import say
-from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.pool import open_pool
 from flow_grpo.scoring.scorers import join_scores
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import stored_config
@@ -191,12 +191,13 @@ def checked_prompts(config: Config, empty_model: FlowModel) -> list[Prompt]:
 class FromRollouts:
     """Makes pairs of prompts: draws a group of images for each, of which the best and the worst are a pair."""
 
-    def __init__(self, config: Config, family: type[FlowModel], device: torch.device):
+    def __init__(self, config: Config, family: type[FlowModel], device: torch.device, example: Prompt):
+        self.config = config
+        shape = family.image_shape(training_size(config))
+        self.pool = open_pool(device, config.reward_fn, (), config.reward, shape, example)
         lora = Path(config.lora.path) if config.lora.path else None
         policy = Candidate(config.model, "base", config, lora, None)
-        self.config = config
         self.model = policies_to_compare.load_candidate(policy, family, device)
-        self.pool = Pool(device, config.reward_fn, (), config.reward)
         self.fast = policies.fast_forwards(config.sample.rollout_weights, self.model.transformer)
 
     def make(self, rows: list[Prompt], first: int) -> Made:
@@ -529,14 +530,15 @@ def make_parts(
         if number % ranks.world_size == ranks.rank and not is_made(folder, number):
             parts[number] = range(start, min(start + options.part_size, num_used))
 
+    (first,) = rows[0:1]
+    example = prompt_of(first)
     if options.source:
         maker = FromImages(config, type(empty_model), ranks.device)
         batch_size = config.vae_batch_size
     else:
-        maker = FromRollouts(config, type(empty_model), ranks.device)
+        maker = FromRollouts(config, type(empty_model), ranks.device, example)
         batch_size = config.sample.batch_size // config.sample.num_images_per_prompt
-    (first,) = rows[0:1]
-    shapes = empty_model.row_shapes(training_size(config), config.text_tokens, prompt_of(first))
+    shapes = empty_model.row_shapes(training_size(config), config.text_tokens, example)
     held_out = held_out_below(options, rows, num_used)
     total = sum(map(len, parts.values()))
     bar = progress.counter("rows of the source", total, say if distributed.is_main() else None)

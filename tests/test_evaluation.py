@@ -24,6 +24,7 @@ from small import ROOT, change_json, evaluated, exported, few_prompts, flip_a_bi
 
 from flow_grpo import rewards
 from flow_grpo.base import locations
+from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import from_picture
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import best, checkpoints
@@ -665,6 +666,18 @@ def test_a_table_of_scores_of_which_more_failed_than_may_is_refused(runs, tmp_pa
     found, _ = evaluated(tmp_path, *words, "reward.max_masked_share=0.5")
     (row,) = found["rows"]
     assert ["nan" in scores for scores in row["scores"]["brightness"]] == [True, True, False, False]
+
+
+def test_a_reward_that_fails_ends_an_evaluation_before_a_model_is_loaded(runs, tmp_path, monkeypatch):
+    def broken(images, prompts, metadata):
+        raise RuntimeError("the key has expired")
+
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("broken", broken)
+    monkeypatch.setattr(evaluate.policies_to_compare, "load_candidate", None)  # to call it is a TypeError
+    with pytest.raises(UserError, match=r"the key has expired.*; tried on a grey image before anything is loaded"):
+        evaluated(tmp_path, runs[4], "--rewards", "broken", "--num-prompts", 4)
+    assert not list(tmp_path.iterdir()), "nor is a folder made"
 
 
 def summarised(*rows):

@@ -381,6 +381,18 @@ def test_a_folder_goes_on_only_with_the_pictures_to_be_edited_that_it_was_begun_
     release(folder)
 
 
+def test_a_reward_that_fails_is_told_before_a_model_is_loaded(tmp_path, monkeypatch):
+    def broken(images, prompts, metadata):
+        raise RuntimeError("the key has expired")
+
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("broken", broken)
+    monkeypatch.setattr(prepare_preferences.policies_to_compare, "load_candidate", None)  # to call it is a TypeError
+    how = dict(dataset=few_prompts(tmp_path / "data"), reward_fn={"broken": 1.0})
+    with pytest.raises(UserError, match=r"the key has expired.*; tried on a grey image before anything is loaded"):
+        prepare(NAME, tmp_path / "pairs", **how)
+
+
 def test_images_without_a_score_are_in_no_pair_and_a_dead_reward_leaves_nothing_done(tmp_path, monkeypatch):
     def brightness(images, prompts, metadata):
         if dead or len(images) > 1 or next(calls) % 5 == 0:  # alone, every fifth image has no score

@@ -85,8 +85,9 @@ def test_pairs_are_drawn_with_fast_products_where_these_are_asked_for():
     def latents(weights):
         how = dict(base_precision="fp8_weights", sample__rollout_weights=weights, sample__batch_size=8)
         config = config_of("shapes_qwenimage_dpo", **how, sample__num_images_per_prompt=8, reward_fn=PLAIN)
-        maker = prepare_preferences.FromRollouts(config, MODELS["qwenimage"], torch.device("cpu"))
-        return maker.make(load_prompts(config.dataset, "train")[:1], 0).pairs[0]["winner_latents"]
+        rows = load_prompts(config.dataset, "train")[:1]
+        maker = prepare_preferences.FromRollouts(config, MODELS["qwenimage"], torch.device("cpu"), rows[0])
+        return maker.make(rows, 0).pairs[0]["winner_latents"]
 
     assert 0 < (latents("fp8") - latents("exact")).abs().mean() < 0.1
 

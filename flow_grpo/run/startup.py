@@ -32,7 +32,7 @@ from flow_grpo.monitoring.metrics import Meter
 from flow_grpo.plan import sketch
 from flow_grpo.run import dry_run, evaluate, input_files, loop, resume
 from flow_grpo.run.run import Experiment, Prompts, Run
-from flow_grpo.scoring.pool import Pool
+from flow_grpo.scoring.pool import Pool, open_pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config, Train
@@ -278,10 +278,8 @@ def _load_rewards(experiment: Experiment, device: torch.device) -> Pool | None:
     prompt = experiment.prompts.example
     if prompt is None:
         return None
-    pool = Pool(device, config.reward_fn, config.eval.rewards, config.reward)
     shape = experiment.family.image_shape(training_size(config))
-    distributed.on_all(pool.try_rewards, shape, prompt)
-    return pool
+    return open_pool(device, config.reward_fn, config.eval.rewards, config.reward, shape, prompt)
 
 
 def _synchronizer(device: torch.device) -> Callable[[], None] | None:
@@ -333,7 +331,7 @@ def _check_files(config: Config, family: type[FlowModel], stored_prompts: list[P
     load_weights.check_model(config.model, config.lora, family)
     _check_family(config, family)
     if config.cache_dir and not config.dry_run:
-        folders.make_folder(Path(config.cache_dir), "config.cache_dir")
+        folders.ensure_folder(Path(config.cache_dir), "config.cache_dir")
     _check_compile_cache(config)
     check_rewards(config.reward_fn, config.eval.rewards, config.reward)
     model = family.without_weights(config.model)
@@ -371,7 +369,7 @@ def _check_compile_cache(config: Config) -> None:
         return
     folder = Path(config.compile_cache)
     if not config.dry_run:
-        folders.make_folder(folder, "config.compile_cache")
+        folders.ensure_folder(folder, "config.compile_cache")
     if folder.is_dir() and folder.stat().st_mode & stat.S_IWOTH:
         raise UserError(
             f"config.compile_cache: everybody may write to {folder}, and what is in it is run as a program; take a "

@@ -31,6 +31,21 @@ LOOK_S = 0.2  # between two looks at rewards that are waited for
 Pending = Callable[[], dict[str, Tensor]]
 
 
+def open_pool(
+    device: torch.device,
+    weights: Mapping[str, float],
+    watched: Iterable[str],
+    settings: Reward,
+    shape: tuple[int, ...],
+    prompt: Prompt,
+) -> "Pool":
+    """Load rewards on all ranks, and try each on a grey image of this shape, as `Pool.try_rewards` does. It belongs
+    before the loading of a model, which may take minutes. The other arguments are those of `Pool`."""
+    pool = Pool(device, weights, watched, settings)
+    distributed.on_all(pool.try_rewards, shape, prompt)
+    return pool
+
+
 class _Request(NamedTuple):
     """Images that were sent to a scorer together."""
 
