@@ -269,7 +269,7 @@ def test_scaling_measures_what_its_file_lacks_and_the_hidden_share_of_a_reward(t
     monkeypatch.setattr(scaling, "RUNS", {"tiny": run, "reward": run})
     monkeypatch.setattr(scaling, "clip_model", narrow_clip)
     monkeypatch.setattr(scaling, "PORTS", scaling.PORTS[:1])
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     args = scaling.parser().parse_args([str(tmp_path / "lines.jsonl"), "--runs", "reward", "tiny"])
     assert scaling.pending(args) == [("tiny", 1), ("tiny", 2), ("reward", 2)]
     some = scaling.parser().parse_args([str(args.lines), "--runs", "tiny", "--gpus", "3"])
