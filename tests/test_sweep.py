@@ -59,7 +59,12 @@ def test_places_are_gpus_of_their_own_or_the_cpu():
     assert sweep.places_of(["0", "1", "5"], 2, 1) == [{"CUDA_VISIBLE_DEVICES": "0,1"}]
 
 
-def test_a_sweep_takes_the_gpus_that_it_is_given_or_else_those_that_it_sees(monkeypatch):
+def test_a_sweep_takes_the_gpus_that_it_is_given_or_else_those_that_it_sees(monkeypatch, tmp_path):
+    lister = tmp_path / "nvidia-smi"  # of a machine of two GPUs
+    lister.write_text("#!/bin/sh\necho 'GPU 0: a card'\necho 'GPU 1: a card'\n")
+    lister.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert sweep.gpus_of("") == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,6")
     assert sweep.gpus_of("") == ["3", "6"]
     assert sweep.gpus_of("0, 1") == ["0", "1"]
