@@ -116,8 +116,8 @@ from flow_grpo.evaluation import policies_to_compare
 from flow_grpo.evaluation.policies_to_compare import Candidate
 from flow_grpo.monitoring import progress
 from flow_grpo.monitoring.dashboard import say
+from flow_grpo.rewards.scores import join_scores
 from flow_grpo.scoring.pool import open_pool
-from flow_grpo.scoring.scorers import join_scores
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import stored_config
 from flow_grpo.weights import load_weights, model_files, modulation, policies, quantisation

@@ -201,6 +201,7 @@ REFUSED = {  # words of a sentence of a page that says "refuse" -> the file of i
     "it would destroy what came later": ("test_resume.py", "def test_a_run_goes_on_from_nothing_but_its_own_folder"),
     "Any other folder than a run's is refused": ("test_refusals.py", 'resume_from="nowhere"'),
     "If any but a reward has changed, the run is refused": ("test_resume.py", '"preferences.path"'),
+    "If it raises for all of them, the request is refused": ("test_scoring.py", "def test_a_served_reward_that_raises"),
     "A request that is refused (other 3xx and 4xx)": ("test_scoring.py", "def test_a_hostile_server_is_an_error"),
     "layers that a run does not train are refused": ("test_policies.py", "would_compute_otherwise_is_refused"),
     "a damaged file is refused": ("test_embeddings.py", "def test_what_was_not_written_for_a_prompt_is_refused"),

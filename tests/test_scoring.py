@@ -37,11 +37,11 @@ from flow_grpo.reward_server.server import listen, make_app
 from flow_grpo.rewards import unifiedreward, vlm_judge
 from flow_grpo.rewards.clients import client, wire
 from flow_grpo.rewards.clients.client import Server
-from flow_grpo.rewards.scores import CLIPPED, scores_of
+from flow_grpo.rewards.scores import CLIPPED, join_scores, scores_of
 from flow_grpo.scoring import pool as scoring_pool
 from flow_grpo.scoring import settings as scoring_settings
 from flow_grpo.scoring.pool import Pool
-from flow_grpo.scoring.scorers import RewardFailed, join_scores
+from flow_grpo.scoring.scorers import RewardFailed
 from flow_grpo.settings.sections import Reward
 
 CPU = torch.device("cpu")
@@ -504,6 +504,53 @@ def test_an_image_that_our_server_cannot_score_is_left_out_alone_as_in_a_thread(
     assert local["avg"].isnan().tolist() == [False, False, True, False, False, False]
     for name, figure in (("avg", "avg"), ("served_doubled", "some_doubled")):
         torch.testing.assert_close(found[name], local[figure], equal_nan=True)
+
+
+def fails_for_prompt_2(images, prompts, metadata):
+    if "prompt 2" in prompts:
+        raise KeyError("face")
+    return images.mean((1, 2, 3))
+
+
+def test_an_image_for_which_a_served_reward_raises_is_left_out_alone_as_in_a_thread_and_its_server_is_not_away():
+    with listening(fails_for_prompt_2) as url:
+        found = score(pool_of(url, max_masked_share=0.5, retry_s=60.0))
+        with pytest.raises(RewardFailed, match=r"for 'prompt 2'.*; the server says: KeyError: 'face'"):
+            score(pool_of(url, retry_s=60.0))
+    rewards.register("faces", fails_for_prompt_2)
+    try:
+        local = score(Pool(CPU, {"faces": 1.0}, (), settings(max_masked_share=0.5, batch_size=6)))
+    finally:
+        del rewards.REGISTERED["faces"]
+    assert local["avg"].isnan().tolist() == [False, False, True, False, False, False]
+    torch.testing.assert_close(found["avg"], local["avg"], equal_nan=True)
+
+
+def test_a_served_reward_that_raises_for_every_image_refuses_the_request_with_its_error():
+    def raises(images, prompts, metadata):
+        seen.append(len(images))
+        raise KeyError("face")
+
+    seen = []
+    pool_settings = dict(retry_s=60.0, batch_size=3)
+    with listening(raises) as url:
+        with pytest.raises(RewardFailed, match=f"{url}/score refused: HTTP 422 KeyError: 'face'"):
+            score(pool_of(url, **pool_settings), count=3)
+        pool = pool_of(url, max_masked_share=1.0, **pool_settings)
+        assert score(pool, count=3)["avg"].isnan().all()
+        assert "KeyError: 'face'" in pool.scorers["served"].last_error
+    # Three images at once, and each alone; twice.
+    assert seen == [3, 1, 1, 1] * 2
+
+
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_server_whose_machine_fails_is_away_and_another_one_scores(kind):
+    def fails(images, prompts, metadata):
+        raise kind("of the machine")
+
+    with listening(fails) as broken, listening() as url:
+        assert httpx.post(broken + "/score", **parts(GOOD)).status_code == 500
+        torch.testing.assert_close(score(pool_of([broken, url]))["avg"], random_images(6).mean((1, 2, 3)))
 
 
 def test_no_more_images_are_under_way_than_there_is_room_for():

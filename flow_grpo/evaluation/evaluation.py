@@ -26,8 +26,8 @@ from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.evaluation import estimates, variety
 from flow_grpo.evaluation.estimates import Estimate
 from flow_grpo.evaluation.saved_images import SavedImages
+from flow_grpo.rewards.scores import join_scores
 from flow_grpo.scoring.pool import Pending, Pool
-from flow_grpo.scoring.scorers import join_scores
 from flow_grpo.settings.sections import Eval
 from flow_grpo.weights import policies
 

@@ -65,6 +65,11 @@ class Job(NamedTuple):
     metadata: list[dict[str, Any]]
     sources: list[list[Tensor]]  # for each prompt the images that it edits
 
+    def only(self, number: int) -> "Job":
+        """Return the job of one of the images alone."""
+        row = slice(number, number + 1)
+        return Job(self.images[row], self.prompts[row], self.metadata[row], self.sources[row])
+
 
 class Body(NamedTuple):
     """Parts of a multipart request."""

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import uvicorn
@@ -21,14 +22,31 @@ from starlette.routing import Route
 from torch import Tensor
 
 from flow_grpo.reward_server.requests import Job, Limits, Memory, read_job
+from flow_grpo.rewards import describe_error
 from flow_grpo.rewards.clients.client import RETRY_S
 from flow_grpo.rewards.clients.threads import Threads
-from flow_grpo.rewards.scores import SomeFailed, scores_of, takes_videos
+from flow_grpo.rewards.scores import SomeFailed, join_scores, scores_of, takes_videos
 
 REMEMBERED = 4096  # answers
 DECODERS = 2  # threads that decode images
 KEEP_ALIVE_S = 10  # time that a connection without a request stays; longer than clients keep one
 GRACE_S = 3  # time that a request which is being scored has when the server is stopped
+# Errors of the machine, which may pass, or which a server on another machine may not have.
+MACHINE_ERRORS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+
+
+class Scored(NamedTuple):
+    """Scores of a job's images."""
+
+    scores: dict[str, Tensor]  # by name, [B] each; NaN for an image that has none
+    error: str  # why an image has no score; "" where all have one
+
+    def answer(self) -> dict[str, Any]:
+        """Return the answer to the request, see flow_grpo/rewards/clients/wire.py."""
+        answer: dict[str, Any] = {"scores": {name: as_json(values) for name, values in self.scores.items()}}
+        if self.error:
+            answer["error"] = self.error
+        return answer
 
 
 class Rewarder:
@@ -43,10 +61,23 @@ class Rewarder:
         self.memory = Memory(limits.max_memory_bytes)
         self.thread = Threads(1)
         self.decoders = Threads(DECODERS)
-        self.answers = OrderedDict()  # Idempotency-Key -> future scores
+        self.answers = OrderedDict()  # Idempotency-Key -> future Scored
 
-    def _scores(self, job: Job) -> dict[str, list[float | None]]:
-        """Return the scores of a job, in the scoring thread; None for an image that has none."""
+    def _score(self, job: Job) -> Scored:
+        """Score a job, in the scoring thread. Where the reward fails for all of its images together, each is scored
+        alone, so that the others have a score. Raise the reward's error if it fails for each of them, too."""
+        try:
+            return self._score_together(job)
+        except Exception:
+            if len(job.images) == 1:
+                raise
+            scored = self._score_each(job)
+            if scored is None:
+                raise
+            return scored
+
+    def _score_together(self, job: Job) -> Scored:
+        """Score the images of a job by one call of the reward."""
         images = torch.stack(job.images)
         if self.takes_videos and images.ndim == 4:
             images = images[:, None]
@@ -54,8 +85,25 @@ class Rewarder:
             scores = scores_of(self.name, self.score, images, job.prompts, job.metadata, job.sources)
         # The other images keep their scores. What becomes of one without, the run decides.
         except SomeFailed as error:
-            scores = error.scores
-        return {name: as_json(values) for name, values in scores.items()}
+            return Scored(error.scores, str(error))
+        return Scored(scores, "")
+
+    def _score_each(self, job: Job) -> Scored | None:
+        """Score each image of a job by a call of its own; return None if the reward fails for every one."""
+        parts = []
+        last_error = ""
+        num_failed = 0
+        for number in range(len(job.images)):
+            try:
+                scored = self._score_together(job.only(number))
+            except Exception as error:
+                num_failed += 1
+                scored = Scored({"score": torch.full((1,), torch.nan)}, describe_error(error))
+            parts.append(scored.scores)
+            last_error = scored.error or last_error
+        if num_failed == len(job.images):
+            return None
+        return Scored(join_scores(parts), last_error)
 
     def is_allowed(self, request: Request) -> bool:
         """Return whether a request bears the token, if there is one."""
@@ -74,27 +122,30 @@ class Rewarder:
             self.answers[key] = answer
         try:
             # A client that leaves does not end the scoring, for whose result it may ask again.
-            return JSONResponse({"scores": await asyncio.shield(answer)})
-        # The reward refuses the input, and would do so again.
-        except ValueError as error:
-            raise HTTPException(422, str(error)) from error
+            scored = await asyncio.shield(answer)
+            return JSONResponse(scored.answer())
         except asyncio.CancelledError as error:
             raise HTTPException(503, "the server is stopping") from error
-        except Exception as error:
+        except MACHINE_ERRORS as error:
             self.answers.pop(key, None)
-            raise HTTPException(500, f"{type(error).__name__}: {error}") from error
+            raise HTTPException(500, describe_error(error)) from error
+        # The reward refuses the input, or fails for it, and would do so again.
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from error
+        except Exception as error:
+            raise HTTPException(422, describe_error(error)) from error
         finally:
             while len(self.answers) > REMEMBERED:
                 self.answers.popitem(last=False)
 
     async def _enter(self, request: Request) -> asyncio.Future:
-        """Put a request in the line and return its future scores. It holds memory until it has them."""
+        """Put a request in the line and return its future Scored. It holds memory until it has them."""
         try:
             job = await read_job(request, self.limits, self.memory, self.decoders, self.takes_videos)
         except BaseException:
             self.memory.release(request)
             raise
-        scores = asyncio.wrap_future(self.thread.submit(self._scores, job))
+        scores = asyncio.wrap_future(self.thread.submit(self._score, job))
         scores.add_done_callback(lambda _: self.memory.release(request))
         return scores
 

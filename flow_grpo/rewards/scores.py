@@ -7,7 +7,7 @@ import asyncio
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any
 
@@ -137,6 +137,28 @@ def checked_scores(name: str, output: Any, prompts: list[str]) -> dict[str, Tens
         return scores
     reason = _failure(name, returned, scores, prompts)
     raise SomeFailed(reason, {key: values.masked_fill(~finite, math.nan) for key, values in scores.items()})
+
+
+def join_scores(parts: list[dict[str, Tensor]], names: Iterable[str] = ()) -> dict[str, Tensor]:
+    """Concatenate the parts' scores by name, each [b, ...]. A part whose reward failed lacks side figures: NaN. One in
+    which nothing was clipped lacks that figure: 0.
+
+    Args:
+        names: of scores that come first, whether a part has them or not.
+    """
+    all_names = list(names)
+    for part in parts:
+        all_names.extend(part)
+    scores = {}
+    for name in dict.fromkeys(all_names):
+        missing = 0.0 if name.endswith(CLIPPED) else torch.nan
+        columns = []
+        for part in parts:
+            # Any column of a part has its shape.
+            shape_of_part = next(iter(part.values()))
+            columns.append(part.get(name, torch.full_like(shape_of_part, missing)))
+        scores[name] = torch.cat(columns)
+    return scores
 
 
 def clip_to_range(name: str, scores: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:

@@ -25,11 +25,11 @@ from flow_grpo.data.prompts import Batch
 from flow_grpo.diffusers_patch.sample_with_logprob import Samples
 from flow_grpo.monitoring import health
 from flow_grpo.monitoring.sheets import GroupRow
+from flow_grpo.rewards.scores import join_scores
 from flow_grpo.run import sampling
 from flow_grpo.run.loop import is_due
 from flow_grpo.run.run import Run
 from flow_grpo.scoring.pool import Pending
-from flow_grpo.scoring.scorers import join_scores
 from flow_grpo.settings import declared
 from flow_grpo.settings.sections import COMPARED, ONLINE, Config
 

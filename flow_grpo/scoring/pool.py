@@ -19,7 +19,8 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.rewards.clients.client import SIGN_OF_LIFE_S, print_notice
-from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, join_scores, make_scorer
+from flow_grpo.rewards.scores import join_scores
+from flow_grpo.scoring.scorers import LocalScorer, RemoteScorer, RewardFailed, make_scorer
 from flow_grpo.settings.sections import Reward
 
 MAX_PENDING = 1024  # images, or frames, of a rank that wait for a score; the rollout waits for room

@@ -5,7 +5,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from flow_grpo.rewards.scores import (
     SomeFailed,
     checked_scores,
     clip_to_range,
+    join_scores,
     scores_of,
     takes_sources,
     takes_videos,
@@ -144,28 +145,6 @@ def _check_names(scores: dict[str, Tensor]) -> None:
     for name in scores:
         if not re.fullmatch(r"[\w.-]{1,64}", name):
             raise UserError(f"it answers with {quoted(name)}; a metric has at most 64 letters, digits and _ . -")
-
-
-def join_scores(parts: list[dict[str, Tensor]], names: Iterable[str] = ()) -> dict[str, Tensor]:
-    """Concatenate the parts' scores by name, each [b, ...]. A part whose reward failed lacks side figures: NaN. One in
-    which nothing was clipped lacks that figure: 0.
-
-    Args:
-        names: of scores that come first, whether a part has them or not.
-    """
-    all_names = list(names)
-    for part in parts:
-        all_names.extend(part)
-    scores = {}
-    for name in dict.fromkeys(all_names):
-        missing = 0.0 if name.endswith(CLIPPED) else torch.nan
-        columns = []
-        for part in parts:
-            # Any column of a part has its shape.
-            shape_of_part = next(iter(part.values()))
-            columns.append(part.get(name, torch.full_like(shape_of_part, missing)))
-        scores[name] = torch.cat(columns)
-    return scores
 
 
 def sources_of(prompts: list[Prompt]) -> list[list[Tensor]]:
@@ -289,12 +268,21 @@ class RemoteScorer(Scorer):
             uploads += [_upload("sources", number, source) for number, source in enumerate(unique)]
 
         def parse(body: bytes) -> dict[str, Tensor]:
-            return of_videos(lambda: checked_scores(self.name, wire.parse_scores(body), texts_of(prompts)))
+            return of_videos(lambda: self._checked(wire.parse_answer(body), texts_of(prompts)))
 
         data = {"request": json.dumps(content)}
         # The server scores a request that is sent again once.
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         return self.server.post("/score", parse, data=data, files=uploads, headers=headers)
+
+    def _checked(self, answer: wire.Answer, prompts: list[str]) -> dict[str, Tensor]:
+        """Return the scores of an answer, as `checked_scores` does; an error says what the server says of it."""
+        try:
+            return checked_scores(self.name, answer.scores, prompts)
+        except SomeFailed as error:
+            if not answer.error:
+                raise
+            raise SomeFailed(f"{error}; the server says: {answer.error}", error.scores) from error
 
 
 def _says_videos(answer: bytes) -> bool:

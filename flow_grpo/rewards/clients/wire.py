@@ -4,12 +4,13 @@ A request is multipart: a part "request" with {"prompts": [...], "metadata": [..
 an .npy file of [3, H, W] float32 in [0, 1], or for each video one of [f, 3, H, W] if the server's GET /health answers
 with {"takes": "videos"}: others are sent some frames of a video as images. If prompts edit images, "request" also has
 {"sources": [[0], [0], [1]]}: the numbers of the parts "sources", .npy files too, that each prompt edits. The answer is
-JSON, {"scores": {"score": [...], name: [...]}}, with null for an image that has no score.
+JSON, {"scores": {"score": [...], name: [...]}}, with null for an image that has no score, and "error" may say why.
 """
 
 import io
 import json
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,9 +66,17 @@ def unpack_image(data: bytes, videos: bool = False) -> Tensor:
     return torch.from_numpy(image)
 
 
-def parse_scores(body: bytes) -> dict[str, list]:
-    """Return the scores of a JSON answer, by name, unchecked. Raise ServerError for another answer."""
+class Answer(NamedTuple):
+    """Answer of a server, unchecked."""
+
+    scores: dict[str, list]  # by name
+    error: Any  # why an image has no score; None where the server does not say
+
+
+def parse_answer(body: bytes) -> Answer:
+    """Return a JSON answer with scores. Raise ServerError for another answer."""
     try:
-        return json.loads(body)["scores"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        fields = json.loads(body)
+        return Answer(fields["scores"], fields.get("error"))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ServerError(f'no JSON with "scores" but {quoted(excerpt(body))}') from error
