@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 from flow_grpo.base.errors import UserError
 from flow_grpo.command_line import checks, command_line
 from flow_grpo.settings import table
-from flow_grpo.settings.sections import Config
+from flow_grpo.settings.sections import Config, Lora
 
 
 class Options(NamedTuple):
@@ -120,7 +120,7 @@ from flow_grpo.rewards.scores import join_scores
 from flow_grpo.scoring.pool import open_pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import stored_config
-from flow_grpo.weights import load_weights, model_files, modulation, policies, quantisation
+from flow_grpo.weights import load_weights, lora_files, model_files, modulation, policies, quantisation
 
 # Settings and sections that decide which pairs are made.
 MADE_BY = (
@@ -128,6 +128,8 @@ MADE_BY = (
     *("text_tokens", "precision", "base_precision", "seed"),
     *("lora", "sample", "model_class", "preferences", "options"),
 )
+# Settings that a run may change when it goes on, but that decide which images are scored.
+DRAWN_BY = ("vae_precision",)
 NO_SCORE = "the reward failed"  # for all of a prompt's images but one, or for all
 
 # Rows of a source: prompts, objects of pairs.jsonl, or the rows of Pick-a-Pic's files.
@@ -402,7 +404,19 @@ def held_out_below(options: Options, rows: Rows, num_used: int) -> float:
 def origin_of(config: Config, options: Options, rows: Rows) -> dict[str, Any]:
     """Return what a folder is made by and of, as its report has it: "made_by" are the settings, the others digests."""
     settings = config.to_dict() | {"options": options._replace(max_dropped_share=None)._asdict()}
-    return {"made_by": settings} | digests_of(rows, options.max_rows)
+    digests = digests_of(rows, options.max_rows)
+    if not options.source:
+        digests["loras"] = lora_digest(config.lora)
+    return {"made_by": settings} | digests
+
+
+def lora_digest(lora: Lora) -> str:
+    """Return a digest of the files of lora.base and lora.path."""
+    files = {}
+    for name, path in (("base", lora.base), ("path", lora.path)):
+        for file in lora_files.files_of(path) if path else ():
+            files[f"{name} {file.name}"] = file
+    return digest_of(checksums.file_digests(files))
 
 
 def digests_of(rows: Rows, max_rows: int) -> dict[str, str]:
@@ -415,7 +429,12 @@ def digests_of(rows: Rows, max_rows: int) -> dict[str, str]:
         paths += row.sources if isinstance(row, Prompt) else row.get("sources", ())
     by_path = checksums.file_digests({str(path): path for path in paths})
     parts = {"rows": listed or len(rows), "sources": [by_path[str(path)] for path in paths]}
-    return {name: hashlib.blake2b(repr(part).encode(), digest_size=8).hexdigest() for name, part in parts.items()}
+    return {name: digest_of(part) for name, part in parts.items()}
+
+
+def digest_of(part: Any) -> str:
+    """Return a digest of what a value's repr says."""
+    return hashlib.blake2b(repr(part).encode(), digest_size=8).hexdigest()
 
 
 def claim(folder: Path, origin: dict[str, Any]) -> bool:
@@ -459,12 +478,20 @@ def check_unchanged(folder: Path, origin: dict[str, Any], begun_with: Path) -> N
     for key in stored_config.changes(before["made_by"], made_by, begun_with):
         if key.split(".")[0] in MADE_BY or table.decides_scores(key):
             differing.append(key)
+    # Images that are there are encoded, not decoded.
+    if not made_by["options"]["source"]:
+        differing += [key for key in DRAWN_BY if before["made_by"][key] != made_by[key]]
     if differing:
         raise UserError(f"{folder} was begun with other settings ({', '.join(differing)}); choose another folder")
-    names = {"rows": "pairs" if made_by["options"]["source"] else "prompts", "sources": "pictures to be edited"}
+    names = {
+        "rows": "pairs" if made_by["options"]["source"] else "prompts",
+        "sources": "pictures to be edited",
+        "loras": "files of a LoRA",
+    }
     for part, name in names.items():
-        # Older folders lack the digest of sources.
-        if before.get(part, origin[part]) != origin[part]:
+        digest = origin.get(part)
+        # Older folders lack the digests of sources and LoRAs.
+        if before.get(part, digest) != digest:
             raise UserError(f"{folder} was begun with other {name}; choose another folder")
 
 

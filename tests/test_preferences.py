@@ -22,6 +22,7 @@ import torch
 import warm
 from PIL import Image
 from refused import assert_refused
+from safetensors.torch import save_file
 from small import MODELS, SOURCES, as_prompts, change_json, config_of, few_prompts, loaded, prepare
 
 from flow_grpo import rewards
@@ -37,7 +38,7 @@ from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring import progress
 from flow_grpo.rewards.clients.wire import pack_image
 from flow_grpo.scoring.scorers import RewardFailed
-from flow_grpo.settings.sections import Config, Reward
+from flow_grpo.settings.sections import Config, Lora, Reward
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
 NAME = "shapes_qwenimage_dpo"
@@ -269,6 +270,39 @@ def test_pairs_are_not_gone_on_with_by_rewards_that_see_other_frames_or_have_oth
             ("", lambda changed=changed: prepare_preferences.check_unchanged(tmp_path, changed, begun_with), words)
         )
     assert_refused(rows)
+
+
+def test_pairs_of_own_rollouts_are_not_gone_on_with_by_images_that_are_decoded_otherwise(tmp_path):
+    def origin(vae_precision, source=""):
+        options = prepare_preferences.Options(source=source)
+        return prepare_preferences.origin_of(Config(vae_precision=vae_precision), options, [])
+
+    begun_with = tmp_path / "settings.json"
+    begun_with.write_text(json.dumps(origin("fp32")))
+    go_on = partial(prepare_preferences.check_unchanged, tmp_path, origin("bf16"), begun_with)
+    assert_refused([("", go_on, [str(tmp_path), "begun with other settings (vae_precision)"])])
+    # Images that are there are encoded, not decoded.
+    begun_with.write_text(json.dumps(origin("fp32", "images")))
+    prepare_preferences.check_unchanged(tmp_path, origin("bf16", "images"), begun_with)
+
+
+def test_a_folder_goes_on_only_with_the_lora_that_it_was_begun_with(tmp_path):
+    def claim(weight, part):
+        torch.manual_seed(weight)
+        lora = tmp_path / part / "pytorch_lora_weights.safetensors"
+        lora.parent.mkdir(exist_ok=True)
+        save_file({"lora_A.weight": torch.randn(2, 2)}, lora)
+        config = Config(lora=Lora(**{part: str(lora.parent)}))
+        origin = prepare_preferences.origin_of(config, prepare_preferences.DEFAULTS, [])
+        folder = tmp_path / f"pairs_{part}"
+        is_claimed = prepare_preferences.claim(folder, origin)
+        release(folder)
+        return is_claimed
+
+    for part in ("path", "base"):
+        assert claim(1, part)
+        assert claim(1, part)
+        assert_refused([("", partial(claim, 2, part), [f"pairs_{part}", "begun with other files of a LoRA"])])
 
 
 def test_pairs_of_own_rollouts_have_the_scores_of_the_stored_images(tmp_path):
