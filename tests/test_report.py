@@ -272,6 +272,17 @@ def test_a_picture_that_is_none_and_figures_that_no_axis_holds(runs, tmp_path):
         report.main([str(folder)])
 
 
+def test_a_second_run_of_one_seed_is_no_run_of_another_seed(runs, tmp_path):
+    histories = []
+    for name, seed in (("first", 1), ("again", 1), ("other", 2)):
+        folder = shutil.copytree(runs[0], tmp_path / name)
+        change_json(folder / "config.json", seed=seed, run_name=name)
+        histories.append(run_history.read_run(folder, name))
+    groups = run_history.grouped_by_seed(histories)
+    assert list(map(run_history.group_label, groups)) == ["mean of first, other", "again"]
+    assert [row[0] for row in run_history.summary(histories[:2]).rows] == ["first", "again"]
+
+
 def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds_and_curves_are_drawn_for_print(runs, tmp_path):
     for seed in (1, 2):
         folder = shutil.copytree(runs[0], tmp_path / f"seed{seed}")

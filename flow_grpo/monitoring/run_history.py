@@ -108,15 +108,21 @@ def summary(runs: Sequence[RunHistory]) -> Table:
 
 
 def grouped_by_seed(runs: Sequence[RunHistory]) -> list[list[RunHistory]]:
-    """Return the runs in groups whose numbers follow from the same settings but for the seed."""
+    """Return the runs in groups that differ in the seed alone. A second run of one seed, such as a copy or a repeat, is
+    a group of its own: it tells nothing of the spread over seeds."""
     groups = defaultdict(list)
+    repeats = []
     for run in runs:
         settings = []
         for key, value in sorted(run.settings.items()):
             if key not in (*NOT_SHOWN, "seed"):
                 settings.append((key, str(value)))
-        groups[tuple(settings)].append(run)
-    return list(groups.values())
+        group = groups[tuple(settings)]
+        if run.config.seed in [other.config.seed for other in group]:
+            repeats.append([run])
+        else:
+            group.append(run)
+    return [*groups.values(), *repeats]
 
 
 def group_label(runs: Sequence[RunHistory]) -> str:
