@@ -283,6 +283,21 @@ def test_a_pipeline_that_animates_a_picture_is_refused_by_what_it_is(tmp_path):
         model_classes.of_folder(str(folder))
 
 
+def test_an_error_of_the_code_of_ones_own_model_is_shown_and_a_name_that_is_none_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "value_error_model.py").write_text("raise ValueError('of its own')\n")
+    # Its name begins with that of the module that it lacks.
+    (tmp_path / "lacking_model.py").write_text("import lacking\n")
+    tiny = registry.tiny_folder("qwenimage")
+    with pytest.raises(ValueError, match=r"^of its own$"):
+        model_classes.resolve(tiny, "value_error_model:Own")
+    with pytest.raises(ModuleNotFoundError, match="'lacking'"):
+        model_classes.resolve(tiny, "lacking_model:Own")
+    for name in (":Own", ".relative:Own", "no_such_package.module:Own", "pathlib:Path"):
+        with pytest.raises(UserError, match="Python finds no such FlowModel"):
+            model_classes.resolve(tiny, name)
+
+
 def test_images_of_qwenimage_21_are_opaque_where_they_are_encoded_and_on_white_where_they_are_decoded():
     model = loaded("qwenimage_21")
     images = torch.rand(2, 3, SIZE.height, SIZE.width, generator=generators(1)[0])

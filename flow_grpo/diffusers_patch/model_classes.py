@@ -6,6 +6,7 @@ import inspect
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 from diffusers import DiffusionPipeline
 
@@ -53,24 +54,19 @@ def with_digest(config: Config, model_class: type[FlowModel]) -> Config:
 
 
 def _source_digest(model_class: type[FlowModel]) -> str:
-    return hashlib.sha256(Path(inspect.getfile(model_class)).read_bytes()).hexdigest()[:16]
+    """Return the digest of the file that a class is written in, 16 hexadecimal digits."""
+    source = Path(inspect.getfile(model_class)).read_bytes()
+    return hashlib.sha256(source).hexdigest()[:16]
 
 
 def _imported(name: str) -> type[FlowModel]:
-    """Import MODULE:CLASS from Python's path or the working directory."""
-    module, _, attribute = name.partition(":")
+    """Import MODULE:CLASS from Python's path or the working directory. An error of the module's own code is shown as it
+    is."""
+    module_name, _, class_name = name.partition(":")
     working_directory = str(Path.cwd())
     if working_directory not in sys.path:
         sys.path.append(working_directory)
-    model_class = None
-    try:
-        model_class = getattr(importlib.import_module(module), attribute, None)
-    except ValueError:
-        pass  # an empty name
-    except ModuleNotFoundError as error:
-        # Another module that the class's own imports lack is an error of that file, which is shown as it is.
-        if error.name is None or not module.startswith(error.name):
-            raise
+    model_class = getattr(_module_of(module_name), class_name, None)
     if not (isinstance(model_class, type) and issubclass(model_class, FlowModel)):
         raise UserError(
             f"config.model_class is {name!r}, but Python finds no such FlowModel; it is MODULE:CLASS, in a folder of "
@@ -79,10 +75,25 @@ def _imported(name: str) -> type[FlowModel]:
     return model_class
 
 
+def _module_of(name: str) -> ModuleType | None:
+    """Import a module by its dotted name; None if there is no such module."""
+    # Python has errors of several kinds for an empty name and for one that is relative.
+    if not name or name.startswith("."):
+        return None
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # The module may be there, and lack another one that it imports.
+        is_itself = error.name is not None and f"{name}.".startswith(f"{error.name}.")
+        if not is_itself:
+            raise
+        return None
+
+
 def by_name(name: str) -> type[FlowModel]:
     """Find the class by a name of configs and tools, which is that of a model's file."""
     for entry in registry.MODELS.values():
-        if getattr(entry, "file", "") == name:
+        if isinstance(entry, registry.Entry) and entry.file == name:
             return _load(entry)
     raise KeyError(name)
 
@@ -103,6 +114,7 @@ def _of_class(pipeline_class: str, subject: str) -> type[FlowModel]:
 
 
 def _load(entry: registry.Entry | type[FlowModel]) -> type[FlowModel]:
+    """Return the class of an entry, imported; a class that a benchmark has put in its place is returned as it is."""
     if isinstance(entry, type):
         return entry
     module = importlib.import_module(f"flow_grpo.diffusers_patch.models.{entry.file}")
