@@ -20,7 +20,7 @@ CHECKOUT = locations.ROOT.resolve()
 
 
 def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], file: str) -> ConfigDict:
-    """The config that NAME or NAME,VARIANT,... of a file's functions makes.
+    """Return the config that NAME or NAME,VARIANT,... of a file's functions makes.
 
     Variants are applied in the order in which the file lists them, whatever the order on the command line. Raises
     UserError: no such run or variant, with the nearest; or a setting or type that there is not.
@@ -46,25 +46,30 @@ def select(name: str, runs: Sequence[Callable], variants: Sequence[Callable], fi
 def _check_names(kind: str, wanted: list[str], known: list[str], file: str) -> None:
     """Raise UserError for the first name of a run or a variant that a file does not list, with the nearest."""
     for name in wanted:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, cutoff=0) or known
-            defined = f"it has a function {name} that {kind.upper()}S does not list; " if _defines(file, name) else ""
-            raise UserError(
-                f"no {kind} {name!r} in {shown(file)}; {defined}nearest: {', '.join(near)}; --list shows all"
-            )
+        if name in known:
+            continue
+        sentence = f"no {kind} {name!r} in {shown(file)}"
+        if _defines(file, name):
+            sentence += f"; it has a function {name} that {kind.upper()}S does not list"
+        nearest = difflib.get_close_matches(name, known, cutoff=0) or known
+        raise UserError(f"{sentence}; nearest: {', '.join(nearest)}; --list shows all")
 
 
 def shown(file: str | Path) -> str:
-    """A config file as messages name it: one of this checkout without the checkout's folder."""
+    """Return a config file as messages name it: one of this checkout without the checkout's folder."""
     path = Path(file)
-    return str(path.relative_to(CHECKOUT)) if path.is_relative_to(CHECKOUT) else str(file)
+    if path.is_relative_to(CHECKOUT):
+        return str(path.relative_to(CHECKOUT))
+    return str(file)
 
 
 def _defines(file: str, name: str) -> bool:
     """Return whether a config file has a function of a name."""
     path = Path(file)
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return bool(re.search(rf"^def {re.escape(name)}\(", text, re.MULTILINE))
+    if not path.is_file():
+        return False
+    definition = re.search(rf"^def {re.escape(name)}\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return definition is not None
 
 
 def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
@@ -75,8 +80,10 @@ def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
     except NameError as error:
         raise UserError(f"{function.__name__} in {_place(file, error)}") from error
     except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        # Such an error is a bug, unless it is the way in which ml_collections refuses a setting.
         *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
-        if not innermost.f_globals.get("__name__", "").startswith("ml_collections."):
+        module = innermost.f_globals.get("__name__", "")
+        if not module.startswith("ml_collections."):
             raise
         raise UserError(f"{function.__name__} in {shown(file)}: {_answer(str(error.args[0]))}") from error
     if not isinstance(config, ConfigDict):
@@ -85,10 +92,14 @@ def _made(function: Callable, arguments: tuple, file: str) -> ConfigDict:
 
 
 def _answer(message: str) -> str:
-    """Sentence for a setting that ml_collections refuses, whose own words list all other settings."""
-    message = message.replace("\\n", " ")  # it quotes itself
-    refused = re.match(r"\W*Key \W*(\w+)", message) or re.match(r"\W*(\w+)\W*(?:Did|$)", message)
-    return unknown_names.answer(refused[1], called=repr(refused[1])) if refused else message
+    """Return a sentence for what ml_collections refuses. Its own words about an unknown setting list all others."""
+    # A message that quotes another one has its line breaks as two characters.
+    message = message.replace("\\n", " ")
+    names_setting = re.match(r"\W*Key \W*(\w+)", message) or re.match(r"\W*(\w+)\W*(?:Did|$)", message)
+    if names_setting is None:
+        return message
+    name = names_setting[1]
+    return unknown_names.answer(name, called=repr(name))
 
 
 def parts(text: str) -> tuple[str, str]:
@@ -103,8 +114,8 @@ def parts(text: str) -> tuple[str, str]:
 
 
 def load(text: str) -> ConfigDict:
-    """The config that FILE or FILE:NAME,VARIANT,... names; see `find` for FILE. Raises UserError: no such file, or one
-    without get_config(), or whose get_config() looks at no variants."""
+    """Return the config that FILE or FILE:NAME,VARIANT,... names; see `find` for FILE. Raises UserError: no such file,
+    or one without get_config(), or whose get_config() looks at no variants."""
     file, name = parts(text)
     path = find(file)
     if text.endswith(":"):
@@ -115,7 +126,8 @@ def load(text: str) -> ConfigDict:
     config = _of_name(get_config, name, path)
     _check_program(config, path)
     run, *variants = name.split(",")
-    if variants and _of_name(get_config, run, path) == config:  # select names a config after its variants
+    # A config of `select` is named after its variants, and so differs from its run's even if they change nothing.
+    if variants and _of_name(get_config, run, path) == config:
         raise UserError(f"get_config() of {path} makes of {name!r} what it makes of {run!r}; docs/howto/own_config.md")
     return config
 
@@ -123,20 +135,23 @@ def load(text: str) -> ConfigDict:
 def _of_name(get_config: Callable, name: str, path: Path) -> ConfigDict:
     """Call get_config() with a name, or without one. Raises UserError if it takes none, asks for one, or does not
     know it."""
+    arguments = (name,) if name else ()
     try:
-        inspect.signature(get_config).bind(*filter(None, [name]))
+        inspect.signature(get_config).bind(*arguments)
     except TypeError as error:
         wanted = "takes no name" if name else f"takes a name: --config {path}:NAME"
         raise UserError(f"get_config() of {path} {wanted}; docs/howto/own_config.md shows a whole file") from error
     try:
-        return _made(get_config, (name,) if name else (), str(path))
+        return _made(get_config, arguments, str(path))
     except (KeyError, AttributeError) as error:
-        if name and (error.args[:1] == (name,) or getattr(error, "name", None) == name):
-            raise UserError(
-                f"get_config() of {path} knows no {name!r}; variants, such as smoke, are those that a file gives to "
-                f"select(): docs/howto/own_config.md"
-            ) from error
-        raise
+        # As of a dict or a module in which get_config() has looked the name up.
+        missing_names = (*error.args[:1], getattr(error, "name", None))
+        if not name or name not in missing_names:
+            raise
+        raise UserError(
+            f"get_config() of {path} knows no {name!r}; variants, such as smoke, are those that a file gives to "
+            f"select(): docs/howto/own_config.md"
+        ) from error
 
 
 def _check_program(config: ConfigDict, path: Path) -> None:
@@ -151,8 +166,8 @@ def _check_program(config: ConfigDict, path: Path) -> None:
 
 
 def find(file: str) -> Path:
-    """A config file. A relative path is looked up in the current directory, then in this checkout, whose scripts may
-    be copied elsewhere. Raises UserError: there is no such file, with those of this checkout."""
+    """Return the path of a config file. A relative one is looked up in the current directory, then in this checkout,
+    whose scripts may be copied elsewhere. Raises UserError: there is no such file, with those of this checkout."""
     for path in (Path(file), CHECKOUT / file):
         if path.is_file():
             return path
@@ -163,20 +178,20 @@ def find(file: str) -> Path:
     for path in sorted(CHECKOUT.glob("config/*.py")):
         if "def get_config(" in path.read_text():
             published.append(shown(path))
-    same = "; the runs of TempFlow-GRPO's dgx.py are in config/grpo.py" if Path(file).name == "dgx.py" else ""
-    raise UserError(f"--config names {file!r}, which is {looked_in}; there are {', '.join(published)}{same}")
+    sentence = f"--config names {file!r}, which is {looked_in}; there are {', '.join(published)}"
+    if Path(file).name == "dgx.py":
+        sentence += "; the runs of TempFlow-GRPO's dgx.py are in config/grpo.py"
+    raise UserError(sentence)
 
 
 def module_of(path: Path) -> ModuleType:
-    """A config file as a module. What lies beside it can be imported, and config/ of the checkout as `config`."""
+    """Import a config file. What lies beside it can be imported, too, and config/ of the checkout as `config`."""
     path = path.resolve()
     if path.suffix != ".py":
         raise UserError(
             f"{path} is no Python file; {unknown_names.PAGE} has what the settings of other programs are here"
         )
-    sys.path += [str(CHECKOUT)] if str(CHECKOUT) not in sys.path else []
-    folder = str(path.parents[1] if (path.parent / "__init__.py").exists() else path.parent)
-    sys.path[:0] = [folder] if folder not in sys.path else []
+    _let_import_neighbours(path)
     spec = importlib.util.spec_from_file_location(f"config_file_{path.stem}", path)
     assert spec is not None, "the file ends in .py"
     assert spec.loader is not None
@@ -191,6 +206,17 @@ def module_of(path: Path) -> ModuleType:
     return module
 
 
+def _let_import_neighbours(path: Path) -> None:
+    """Put the folder of a config file first in sys.path, or the one above where it is a package, and the checkout
+    last."""
+    if str(CHECKOUT) not in sys.path:
+        sys.path.append(str(CHECKOUT))
+    is_in_package = (path.parent / "__init__.py").exists()
+    folder = path.parents[1] if is_in_package else path.parent
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def _hiding_config(error: Exception) -> Path | None:
     """Return the file that a failed import took for the package config."""
     if isinstance(error, ImportError) and error.name == "config" and error.path:
@@ -199,9 +225,9 @@ def _hiding_config(error: Exception) -> Path | None:
 
 
 def _place(file: str, error: Exception) -> str:
-    """FILE, line N: what is wrong there, of an error in a config file or in what it has called."""
-    # The innermost call in the file; a SyntaxError knows by itself where it is.
-    line = 0
+    """Return FILE, line N: what is wrong there, of an error in a config file or in what it has called."""
+    # The innermost call in the file; a SyntaxError knows by itself where it is, unless no line can be told.
+    line = None
     for frame in traceback.extract_tb(error.__traceback__):
         if Path(frame.filename) == Path(file):
             line = frame.lineno

@@ -20,7 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Declaration:
-    """A declaration of a function."""
+    """Facts that a function declares, stored as its attribute."""
 
     reads: tuple[str, ...] = ()  # dotted settings
     card: str = ""  # what the model card says that trained the weights
@@ -28,7 +28,8 @@ class Declaration:
 
 
 def reads(*keys: str, card: str = "") -> Callable[[Function], Function]:
-    """A decorator of a function of one's own; one that functools.wraps a script's function reads what that reads, too.
+    """Return a decorator of a function of one's own. One that functools.wraps a script's function reads what that
+    reads, too.
 
     Args:
         keys: dotted settings that it reads, of those that only the script's own function in its place reads.
@@ -48,7 +49,8 @@ def reads(*keys: str, card: str = "") -> Callable[[Function], Function]:
 
 
 def ours(role: str) -> Callable[[Function], Function]:
-    """A decorator of a script's own function: it reads all settings of its role, and the config names the method."""
+    """Return a decorator of a script's own function: it reads all settings of its role, and the config names the
+    method."""
     keys = tuple(setting.key for setting in table.SETTINGS if setting.read_in == role)
 
     def declare(function: Function) -> Function:
@@ -84,10 +86,22 @@ def check(config: ConfigDict, **functions: Callable) -> None:
             if setting.read_in == role and setting.key not in declared:
                 _check_unread(setting.key, table.value_of(config, setting.key), role, function)
     foreign = [function for function in functions.values() if not _is_ours(function)]
-    cards = [_declaration_of(function).card for function in foreign]
-    names = ", ".join(map(_name, foreign))
     if foreign and not config.method:
-        config.method = " with ".join(filter(None, cards)) or f"functions of its author's own ({names})"
+        config.method = _method_of(foreign)
+
+
+def _method_of(functions: list[Callable]) -> str:
+    """Return what a model card calls the method of foreign functions: by their cards or, where none has one, by their
+    names."""
+    cards = []
+    for function in functions:
+        card = _declaration_of(function).card
+        if card:
+            cards.append(card)
+    if cards:
+        return " with ".join(cards)
+    names = ", ".join(map(_name, functions))
+    return f"functions of its author's own ({names})"
 
 
 def _check_unread(key: str, value, role: str, function: Callable) -> None:
@@ -103,4 +117,6 @@ def _check_unread(key: str, value, role: str, function: Callable) -> None:
 
 
 def _name(function: Callable) -> str:
-    return getattr(function, "__qualname__", type(function).__name__).rpartition(".")[2]
+    """Return the name of a function, or of the class of another thing that can be called."""
+    qualified = getattr(function, "__qualname__", type(function).__name__)
+    return qualified.rpartition(".")[2]

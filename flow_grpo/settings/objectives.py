@@ -34,6 +34,7 @@ class Objective:
 
     @property
     def function(self) -> Callable[..., Any]:
+        """Loss as a function, imported if it is only named."""
         if not isinstance(self.loss, str):
             return self.loss
         module, _, name = self.loss.partition(":")
@@ -206,7 +207,10 @@ FORWARD_OBJECTIVES = {
         whole_groups=True,
     ),
     "elbo": Objective(
-        SURROGATES + "elbo", "policy gradient of the ELBO (arXiv:2602.04663)", ("proximal_weight",), needs_older_policy
+        SURROGATES + "elbo",
+        "policy gradient of the ELBO (arXiv:2602.04663)",
+        reads=("proximal_weight",),
+        check=needs_older_policy,
     ),
     "ram": Objective(
         SURROGATES + "ram",

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, NamedTuple, TypedDict, TypeVar, Unpack
 
 from ml_collections import ConfigDict
 
@@ -19,7 +19,8 @@ DISTILL = "distill"
 REFL = "refl"
 ALL = (GRPO, PR, NFT, DPO, DISTILL, REFL)
 
-LARGEST = 1e9  # that a number may be, where its entry says nothing else: float32 has room for its products
+# Bound of a number whose field states none: float32 has room for its products.
+LARGEST = 1e9
 
 
 class NoEntry(UserError, AttributeError):
@@ -150,27 +151,33 @@ class Setting:
         return isinstance(self.default, dict) or (isinstance(self.default, str) and not self.choices)
 
     def description(self) -> str:
-        """Meaning of the setting, what else it takes, and which values it allows."""
-        conditions = self.when + self.typed_when
-        needs = [f"`{key}` {' or '.join(map(repr, values)) or 'set'}" for key, *values in conditions]
-        facts = [self.meaning]
+        """Return the meaning of the setting, which other settings it needs, and which values it allows."""
+        sentences = [self.meaning]
+        needs = []
+        for key, *values in self.when + self.typed_when:
+            alternatives = " or ".join(map(repr, values)) or "set"
+            needs.append(f"`{key}` {alternatives}")
         if needs:
-            facts.append(f"Needs {' and '.join(needs)}.")
+            sentences.append(f"Needs {' and '.join(needs)}.")
         if self.choices:
             choices = ", ".join(f"`{choice!r}`" for choice in self.choices)
-            facts.append(f"One of {choices}.")
-        limits = ""
-        if self.max < LARGEST:
-            limits = f"from {self.min:.7g} to {self.max:.7g}"
-        elif self.min > -LARGEST:
-            limits = f"at least {self.min:.7g}"
+            sentences.append(f"One of {choices}.")
+        limits = self._limits()
         if self.unit and limits:
-            facts.append(f"In {self.unit}, {limits}.")
+            sentences.append(f"In {self.unit}, {limits}.")
         elif self.unit:
-            facts.append(f"In {self.unit}.")
+            sentences.append(f"In {self.unit}.")
         elif limits:
-            facts.append(f"{limits.capitalize()}.")
-        return " ".join(facts)
+            sentences.append(f"{limits.capitalize()}.")
+        return " ".join(sentences)
+
+    def _limits(self) -> str:
+        """Return the limits that the field states, in words; "" = none."""
+        if self.max < LARGEST:
+            return f"from {self.min:.7g} to {self.max:.7g}"
+        if self.min > -LARGEST:
+            return f"at least {self.min:.7g}"
+        return ""
 
     def is_like(self, value: Any) -> bool:
         """Return whether a value has the default's type, whatever its limits."""
@@ -186,35 +193,53 @@ class Setting:
             choices = ", ".join(map(repr, self.choices))
             advice = f"; {self.own_choice}" if self.own_choice else ""
             raise UserError(f"config.{key} is {quoted(value)}; it may be {choices}{advice}")
-        for entry in value if isinstance(value, tuple) else (value,):
-            if _is_number(entry) and not self.min <= entry <= self.max:  # NaN compares false
+        self._check_limits(value, key)
+        if isinstance(value, ConfigDict):
+            _check_stored(value, key)
+
+    def _check_limits(self, value: Any, key: str) -> None:
+        """Raise UserError for a number, or one in a tuple, that is beyond the limits."""
+        entries = value if isinstance(value, tuple) else (value,)
+        for entry in entries:
+            # NaN compares false.
+            if _is_number(entry) and not self.min <= entry <= self.max:
                 limits = f"from {self.min:.7g} to {self.max:.7g}"
                 raise UserError(f"config.{key} is {quoted(value)}; it must be {limits}")
-        if isinstance(value, ConfigDict):
-            try:
-                json.dumps(value.to_dict())
-            except (TypeError, ValueError, RecursionError) as error:
-                problem = f"which config.json cannot hold: {error}"
-                raise UserError(f"config.{key} is {quoted(value.to_dict())}, {problem}") from error
 
     def _kind(self) -> str:
         """Say what a value must be, as the end of a sentence."""
         if self.entry is not None:
-            example = self.entry(1) if self.entry is not str else "ocr"
-            return f"a tuple of {_KINDS[self.entry][1]}, such as {(example,)}"
+            example = "ocr" if self.entry is str else self.entry(1)
+            return f"a tuple of {_KINDS[self.entry].several}, such as {(example,)}"
         if isinstance(self.default, tuple):
-            return f"{len(self.default)} {_KINDS[type(self.default[0])][1]}, such as {self.default}"
-        return _KINDS[type(self.default)][0]
+            kind = _KINDS[type(self.default[0])]
+            return f"{len(self.default)} {kind.several}, such as {self.default}"
+        return _KINDS[type(self.default)].one
 
 
-# What a value must be: one, and several in a tuple.
-_KINDS: dict[Callable[..., Any], tuple[str, str]] = {
-    bool: ("True or False", "True or False"),
-    int: ("a whole number", "whole numbers"),
-    float: ("a finite number", "finite numbers"),
-    str: ("text", "names"),
-    dict: ("a dict with names as its keys", "dicts"),
+class _Kind(NamedTuple):
+    """Words for what a value must be."""
+
+    one: str
+    several: str  # in a tuple
+
+
+_KINDS: dict[Callable[..., Any], _Kind] = {
+    bool: _Kind("True or False", "True or False"),
+    int: _Kind("a whole number", "whole numbers"),
+    float: _Kind("a finite number", "finite numbers"),
+    str: _Kind("text", "names"),
+    dict: _Kind("a dict with names as its keys", "dicts"),
 }
+
+
+def _check_stored(value: ConfigDict, key: str) -> None:
+    """Raise UserError for a dict with something in it that JSON has no form for."""
+    entries = value.to_dict()
+    try:
+        json.dumps(entries)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"config.{key} is {quoted(entries)}, which config.json cannot hold: {error}") from error
 
 
 def _is_number(value: Any) -> bool:

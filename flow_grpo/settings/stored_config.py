@@ -34,10 +34,11 @@ MOVED = {  # setting that is none any more -> what says the same today
     "eval.height": "--sizes of scripts/evaluate.py",
     "eval.width": "--sizes of scripts/evaluate.py",
     "eval.keep_state": "config.health.action 'roll_back', which stores it",
-    **{
-        f"preferences.{name}": f"--{name} of scripts/prepare_preferences.py"
-        for name in ("source", "part_size", "max_rows", "validation_share", "max_dropped_share")
-    },
+    "preferences.source": "--source of scripts/prepare_preferences.py",
+    "preferences.part_size": "--part_size of scripts/prepare_preferences.py",
+    "preferences.max_rows": "--max_rows of scripts/prepare_preferences.py",
+    "preferences.validation_share": "--validation_share of scripts/prepare_preferences.py",
+    "preferences.max_dropped_share": "--max_dropped_share of scripts/prepare_preferences.py",
 }
 RENAMED = {  # setting -> its values that have other names today
     "base_precision": {"8bit": "fp8_weights", "4bit": "nf4"},
@@ -47,10 +48,12 @@ WITHOUT_EFFECT = (  # settings that are none any more, as stored: today's progra
     ("preferences.source", ""),
     ("lora.dropout", 0.0),
     ("sample.branch_schedule", "fixed"),
-    *(("reward.backend", backend) for backend in ("inline", "thread", "process")),
+    ("reward.backend", "inline"),
+    ("reward.backend", "thread"),
+    ("reward.backend", "process"),
 )
-# setting -> (stored, wanted): the configs of this repository, or the setting's default, had the former when the run
-# began and have the latter today. A resumed run keeps its own.
+# setting -> pairs (stored, wanted): the configs of this repository, or the setting's default, had the former when the
+# run began and have the latter today. A resumed run keeps its own.
 KEPT = {"train.step_weight": (("equal", ""), ("equal", "sqrt3"), ("mean_one", "sqrt3"))}
 
 
@@ -63,12 +66,14 @@ def check_values(config: ConfigDict) -> None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """The config that a JSON file holds, brought up to date. Raises UserError for a value of another type than its
-    setting has."""
+    """Return the config that a JSON file holds, brought up to date. Raises UserError for a value of another type than
+    its setting has."""
     stored = with_defaults(folders.read_json(file), file)
     for setting in SETTINGS:
         value = value_of(stored, setting.key)
-        if not setting.is_like(tuple(value) if isinstance(value, list) else value):
+        # JSON has lists for tuples.
+        as_set = tuple(value) if isinstance(value, list) else value
+        if not setting.is_like(as_set):
             raise UserError(f"{file} is damaged: its {setting.key!r} is {quoted(value)}")
     return stored
 
@@ -90,8 +95,9 @@ def with_defaults(stored: dict[str, Any], file: PurePath) -> dict[str, Any]:
         # Through JSON, as the other values came: a tuple becomes a list, and no default is shared.
         default = json.loads(json.dumps(setting.default))
         value = target.setdefault(name, default)
-        if isinstance(value, str):
-            target[name] = RENAMED.get(setting.key, {}).get(value, value)
+        names_of_today = RENAMED.get(setting.key, {})
+        if isinstance(value, str) and value in names_of_today:
+            target[name] = names_of_today[value]
     return stored
 
 
@@ -106,8 +112,9 @@ def changes(stored: dict[str, Any], wanted: dict[str, Any], file: PurePath) -> d
         has_changed = table.is_fixed(key) and was != wants
         if has_changed and (key, was) not in WITHOUT_EFFECT:
             pairs[key] = (was, wants)
+    # Without branches no choice is the weight 1, too.
     if now.get("sample.num_branches") == 1 and pairs.get("train.step_weight") in (("equal", ""), ("", "equal")):
-        del pairs["train.step_weight"]  # without branches no choice is the weight 1
+        del pairs["train.step_weight"]
     return pairs
 
 
@@ -120,4 +127,8 @@ def is_setting(key: str) -> bool:
 
 def kept_settings(changed: dict[str, tuple]) -> dict[str, Any]:
     """Return those of `changes` that a resumed run keeps as they are stored, because only a default has changed."""
-    return {key: before for key, (before, now) in changed.items() if (before, now) in KEPT.get(key, ())}
+    kept_values = {}
+    for key, pair in changed.items():
+        if pair in KEPT.get(key, ()):
+            kept_values[key], _ = pair
+    return kept_values

@@ -7,7 +7,7 @@ reads.
 import ast
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, Field, fields, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -24,45 +24,70 @@ TOKEN_WAYS = "set REWARD_TOKEN in the environment, or name a file that holds the
 
 
 def _docstrings() -> dict[str, dict[str, str]]:
-    """Section's class -> field -> the docstring below it, in one line, and "" -> the class's own.
+    """Return section's class -> field -> the docstring below it, and "" -> the class's own, in one line each.
 
     They are read from the source: Python keeps none of fields, and `python -OO` none of classes.
     """
     docstrings = {}
-    for section in ast.parse(inspect.getsource(sections)).body:
-        if not isinstance(section, ast.ClassDef):
-            continue
-        meanings = docstrings[section.name] = {"": " ".join(str(ast.get_docstring(section)).split())}
-        for entry, below in pairwise(section.body):
-            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(below, ast.Expr):
-                meanings[entry.target.id] = " ".join(ast.literal_eval(below.value).split())
+    for node in ast.parse(inspect.getsource(sections)).body:
+        if isinstance(node, ast.ClassDef):
+            docstrings[node.name] = _docstrings_in(node)
     return docstrings
 
 
+def _docstrings_in(section: ast.ClassDef) -> dict[str, str]:
+    """Return the docstrings of a section's fields by their names, and "" -> its own."""
+    docstrings = {"": _in_one_line(str(ast.get_docstring(section)))}
+    for entry, below in pairwise(section.body):
+        if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) and isinstance(below, ast.Expr):
+            docstrings[entry.target.id] = _in_one_line(ast.literal_eval(below.value))
+    return docstrings
+
+
+def _in_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def _subsections(section: type[Section]) -> dict[str, type[Section]]:
-    """The sections in a section, by their names."""
-    types = get_type_hints(section)
-    return {name: kind for name, kind in types.items() if inspect.isclass(kind) and issubclass(kind, Section)}
+    """Return the sections in a section, by their names."""
+    subsections = {}
+    for name, kind in get_type_hints(section).items():
+        if _is_section(kind):
+            subsections[name] = kind
+    return subsections
+
+
+def _is_section(kind: Any) -> bool:
+    """Return whether a field's type is a section. Others, such as tuple[int, ...], are no classes."""
+    return inspect.isclass(kind) and issubclass(kind, Section)
 
 
 def _rows(section: type[Section], prefix: str = "") -> Iterator[Setting]:
-    """A row for each setting of a section and of the sections in it."""
+    """Yield a row for each setting of a section and of the sections in it."""
     types = get_type_hints(section)
     subsections = _subsections(section)
     for entry in fields(section):
         if entry.name in subsections:
             yield from _rows(subsections[entry.name], f"{entry.name}.")
-            continue
-        facts = dict(entry.metadata)
-        meaning = DOCSTRINGS[section.__name__][entry.name]
-        if get_origin(types[entry.name]) is Literal:
-            facts["choices"] = get_args(types[entry.name])
-        elif isinstance(facts.get("choices"), Mapping):  # losses, by name
-            cards = "; ".join(f"{name} = {loss.card}" for name, loss in facts["choices"].items())
-            meaning = f"{meaning.removesuffix('.')}: {cards}."
-        facts["entry"] = _entry_type(types[entry.name])
-        default = entry.default if entry.default_factory is MISSING else entry.default_factory().to_dict()
-        yield Setting(prefix + entry.name, default, meaning, **facts)
+        else:
+            meaning = DOCSTRINGS[section.__name__][entry.name]
+            yield _row(prefix + entry.name, entry, types[entry.name], meaning)
+
+
+def _row(key: str, entry: Field, kind: Any, meaning: str) -> Setting:
+    """Return the row of a setting: its field, the field's type, and the docstring below it."""
+    facts = dict(entry.metadata)
+    facts["entry"] = _entry_type(kind)
+    if get_origin(kind) is Literal:
+        facts["choices"] = get_args(kind)
+    # Losses and paths, by name.
+    elif isinstance(facts.get("choices"), Mapping):
+        cards = "; ".join(f"{name} = {record.card}" for name, record in facts["choices"].items())
+        meaning = f"{meaning.removesuffix('.')}: {cards}."
+    default = entry.default
+    if entry.default_factory is not MISSING:
+        default = entry.default_factory().to_dict()
+    return Setting(key, default, meaning, **facts)
 
 
 def _entry_type(kind: Any) -> type | None:
@@ -91,7 +116,8 @@ def editable(config: Config) -> ConfigDict:
     """Return a copy of a run's config that files and flags may edit; a name that is no setting is an error."""
     values = ConfigDict(config.to_dict())
     values.lock()
-    for open_section in (values.custom, values.reward_fn, values.reward.args):  # their keys are names, not settings
+    # Their keys are names, not settings.
+    for open_section in (values.custom, values.reward_fn, values.reward.args):
         open_section.unlock()
     return values
 
@@ -108,10 +134,12 @@ def of_stored(values: Mapping[str, Any]) -> Config:
 
 
 SomeSection = TypeVar("SomeSection", bound=Section)
-_types_of = cache(get_type_hints)  # which reads annotations anew with each call
+# By itself it reads annotations anew with each call.
+_types_of = cache(get_type_hints)
 
 
 def _filled(section: type[SomeSection], values: ConfigDict | Mapping[str, Any], prefix: str = "") -> SomeSection:
+    """Return a section of values by the names of its fields; `prefix` is its own in dotted keys."""
     types = _types_of(section)
     entries = {}
     for entry in fields(section):
@@ -120,8 +148,9 @@ def _filled(section: type[SomeSection], values: ConfigDict | Mapping[str, Any], 
 
 
 def _converted(value: Any, kind: Any, key: str) -> Any:
-    """A value of a dotted key as its field holds it: JSON has lists for tuples, and may have an int for a float."""
-    if inspect.isclass(kind) and issubclass(kind, Section):
+    """Return the value of a dotted key as its field of type `kind` holds it: JSON has lists for tuples, and may have an
+    int for a float."""
+    if _is_section(kind):
         return _filled(kind, value, f"{key}.")
     if isinstance(value, ConfigDict):
         return FrozenDict(value.to_dict(), key)
@@ -129,22 +158,24 @@ def _converted(value: Any, kind: Any, key: str) -> Any:
         return FrozenDict(value, key)
     if isinstance(value, list):
         return tuple(value)
-    return float(value) if kind is float else value
+    if kind is float:
+        return float(value)
+    return value
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a config in which some dotted keys have other values."""
     for key, value in values.items():
         section, _, name = key.rpartition(".")
+        changed = {name: value}
         if section:
-            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-        else:
-            config = replace(config, **{name: value})
+            changed = {section: replace(getattr(config, section), **changed)}
+        config = replace(config, **changed)
     return config
 
 
 def value_of(config: ConfigDict | Config | Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part) if isinstance(value, Section) else value[part]
@@ -161,7 +192,7 @@ def has(config: ConfigDict, key: str) -> bool:
 
 
 def flat(config: ConfigDict | Config | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, of all that is no section."""
+    """Return dotted key -> value of all that is no section."""
     values = {}
     entries = config.to_dict() if isinstance(config, Section) else config
     for key, value in entries.items():
@@ -173,7 +204,7 @@ def flat(config: ConfigDict | Config | Mapping[str, Any], prefix: str = "") -> d
 
 
 def ignored_by(algorithm: str) -> tuple[str, ...]:
-    """The settings that an algorithm's script does not read."""
+    """Return the settings that an algorithm's script does not read."""
     return tuple(setting.key for setting in SETTINGS if algorithm not in setting.used_by)
 
 

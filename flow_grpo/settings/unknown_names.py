@@ -8,8 +8,8 @@ from typing import NamedTuple
 from flow_grpo.base import locations
 from flow_grpo.settings import stored_config, table
 
-TABLE = locations.PACKAGE / "assets" / "other_programs.md"  # docs/reference/coming_from.md shows it
 PAGE = "docs/reference/coming_from.md"
+TABLE = locations.PACKAGE / "assets" / "other_programs.md"  # PAGE shows it
 SHORTEST = 4  # letters of a word that may be a slip of another: with fewer, eta would be one of beta
 
 
@@ -23,20 +23,23 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Every setting of other programs that has a row in TABLE."""
+    """Return the settings of other programs that have a row in TABLE."""
     program = ""
     settings = []
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             program = line.removeprefix("## Settings of ")
         elif line.startswith("| `"):
-            name, ours, note = (cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split(" | "))
-            settings.append(Row(program, name.strip("`"), tuple(re.findall(r"`([^`]+)`", ours)), note))
+            # Where the last cell is empty, the separator in front of it ends the line.
+            cells = line.strip().removeprefix("|").removesuffix("|").split(" | ")
+            name, ours, note = map(str.strip, cells)
+            our_keys = tuple(re.findall(r"`([^`]+)`", ours))
+            settings.append(Row(program, name.strip("`"), our_keys, note))
     return settings
 
 
 def answer(key: str, names: Iterable[str] = table.BY_KEY, called: str = "") -> str:
-    """The sentence for a dotted key, or for the part of one that ml_collections has refused.
+    """Return the sentence for a dotted key, or for the part of one that ml_collections has refused.
 
     Args:
         names: the settings that there are, dotted.
@@ -45,24 +48,29 @@ def answer(key: str, names: Iterable[str] = table.BY_KEY, called: str = "") -> s
     moved = _moved(key)
     if moved:
         return moved
-    near = nearest(key, names)
+    ours = nearest(key, names)
     foreign = _most_alike(key)
-    foreign_first = foreign and _is_its_name(key, foreign[0])
+    is_foreign_name = bool(foreign) and _is_its_name(key, foreign[0])
     parts = [f"there is no setting {called or f'config.{key}'}"]
-    if foreign and (foreign_first or not near):
+    if foreign and (is_foreign_name or not ours):
         parts.append(_sentence(foreign))
-    if near and (not foreign_first or "." not in key):  # beta is DiffusionNFT's, and may stand for train.beta
-        parts.append(f"nearest: {' or '.join(f'config.{name}' for name in near)}")
+    # beta is DiffusionNFT's, and may stand for train.beta.
+    if ours and (not is_foreign_name or "." not in key):
+        nearest_keys = " or ".join(f"config.{name}" for name in ours)
+        parts.append(f"nearest: {nearest_keys}")
     if len(parts) == 1:
         parts.append(_where_to_look(key))
     return "; ".join([*parts, PAGE])
 
 
 def _where_to_look(key: str) -> str:
+    """Return advice for a key that is like no other."""
     section = key.partition(".")[0]
     if section == "custom":
         return "a config file of your own has to set it first"
-    return f"--help {section if section in table.SECTIONS else 'config'} lists all of its section"
+    if section not in table.SECTIONS:
+        section = "config"
+    return f"--help {section} lists all of its section"
 
 
 def of_other_program(key: str) -> str:
@@ -72,13 +80,19 @@ def of_other_program(key: str) -> str:
 
 
 def nearest(key: str, names: Iterable[str]) -> list[str]:
-    """The settings, or sections, of which `key` is a slip: the same last part in another section, or a last part with
-    one slip. A name that is only loosely alike is another setting, and would make another experiment of it."""
-    last = key.rpartition(".")[2]
+    """Return the settings, or sections, of which `key` is a slip: the same last part in another section, or a last part
+    with one slip. A name that is only loosely alike is another setting, and would make another experiment of it."""
+    last = _last_part(key)
     names = list(names)
-    same = [name for name in names if name.rpartition(".")[2] == last]
+    namesakes = [name for name in names if _last_part(name) == last]
+    if namesakes:
+        return namesakes
     sections = sorted({name.partition(".")[0] for name in names if "." in name})
-    return same or [name for name in [*names, *sections] if is_slip(last, name.rpartition(".")[2])]
+    return [name for name in [*names, *sections] if is_slip(last, _last_part(name))]
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2]
 
 
 def is_slip(word: str, name: str) -> bool:
@@ -86,15 +100,19 @@ def is_slip(word: str, name: str) -> bool:
     neighbours that have changed places."""
     if len(word) < SHORTEST:
         return False
+    # What is left between the common beginning and the common end of both.
     start = _num_alike(word, name)
-    word, name = word[start:], name[start:]
+    word = word[start:]
+    name = name[start:]
     end = _num_alike(word[::-1], name[::-1])
-    word, name = word[: len(word) - end], name[: len(name) - end]
-    return max(len(word), len(name)) <= 1 or (len(word) == 2 and word == name[::-1])
+    word = word[: len(word) - end]
+    name = name[: len(name) - end]
+    are_exchanged = len(word) == 2 and word == name[::-1]
+    return max(len(word), len(name)) <= 1 or are_exchanged
 
 
 def _num_alike(word: str, name: str) -> int:
-    """How many letters two words have in common at their beginning."""
+    """Return how many letters two words have in common at their beginning."""
     for i, (one, other) in enumerate(zip(word, name)):
         if one != other:
             return i
@@ -102,9 +120,12 @@ def _num_alike(word: str, name: str) -> int:
 
 
 def _moved(key: str) -> str:
-    """Find the setting that replaces one of an older version, by its key or by the last part of it."""
-    keys = [moved for moved in stored_config.MOVED if key in (moved, moved.rpartition(".")[2])]
-    return f"config.{keys[0]} is now {stored_config.MOVED[keys[0]]}" if keys else ""
+    """Return a sentence for a setting of an older version, named by its key or by the last part of it; "" for any
+    other."""
+    for moved, today in stored_config.MOVED.items():
+        if key in (moved, _last_part(moved)):
+            return f"config.{moved} is now {today}"
+    return ""
 
 
 def _is_its_name(key: str, row: Row) -> bool:
@@ -114,9 +135,9 @@ def _is_its_name(key: str, row: Row) -> bool:
 
 
 def _most_alike(key: str) -> list[Row]:
-    """The rows of exactly this name, else those that begin or end with it, else those with its last part."""
-    last = key.rpartition(".")[2]
-    alike = [row for row in rows() if _is_its_name(key, row) or row.name.rpartition(".")[2] == last]
+    """Return the rows of exactly this name, else those that begin or end with it, else those with its last part."""
+    last = _last_part(key)
+    alike = [row for row in rows() if _is_its_name(key, row) or _last_part(row.name) == last]
     exact = [row for row in alike if row.name == key]
     parts = [row for row in alike if _is_its_name(key, row)]
     return exact or parts or alike
@@ -131,6 +152,10 @@ def _sentence(alike: list[Row]) -> str:
 
 
 def _clause(row: Row) -> str:
+    """Say what has the part of a row's setting here."""
     ours = " and ".join(f"config.{name}" for name in row.ours)
-    here = f"is {ours} here" if ours else "has no like here"
-    return f"{row.program}'s {row.name} {here}" + (f" ({row.note})" if row.note else "")
+    part_here = f"is {ours} here" if ours else "has no like here"
+    clause = f"{row.program}'s {row.name} {part_here}"
+    if row.note:
+        clause += f" ({row.note})"
+    return clause
