@@ -151,12 +151,14 @@ FILES = [  # what a file holds, how its run is named, words of the sentence
     (THEIRS, "own.py", ["takes a name", "own.py:NAME"]),
     (OURS, "own.py:another", ["no run 'another' in", "own.py; it has a function another that RUNS does not list"]),
     (OURS, "own.py:yours", ["no run 'yours' in", "own.py; nearest"]),
+    (OURS.replace("grpo.VARIANTS", "()"), "own.py:mine,smoke", ["'smoke' in", "own.py, which lists no variants"]),
     (OURS.replace("return mine()", "return nothing()").replace("(mine,)", "(mine, another)"), "own.py:another",
      ["another in", "own.py, line 11: NameError"]),
     ("\nRUNS = (later,)\n", "own.py", ["own.py, line 2: NameError", "'later'"]),
     ("config.seed = 1\n", "own.py", ["own.py, line 1: NameError", "'config'"]),
     ("import no_such_module\n", "own.py", ["own.py, line 1", "no_such_module"]),
     ("\n\ndef broken(:\n", "own.py", ["own.py, line 3: SyntaxError"]),
+    ("seed = 1\0\n", "own.py", ["own.py: SyntaxError: source code"]),
     ("train:\n  beta: 0\n", "own.yaml", ["own.yaml is no Python file", "docs/reference/coming_from.md"]),
 ]  # fmt: skip
 

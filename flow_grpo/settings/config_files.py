@@ -51,6 +51,8 @@ def _check_names(kind: str, wanted: list[str], known: list[str], file: str) -> N
         sentence = f"no {kind} {name!r} in {shown(file)}"
         if _defines(file, name):
             sentence += f"; it has a function {name} that {kind.upper()}S does not list"
+        if not known:
+            raise UserError(f"{sentence}, which lists no {kind}s")
         nearest = difflib.get_close_matches(name, known, cutoff=0) or known
         raise UserError(f"{sentence}; nearest: {', '.join(nearest)}; --list shows all")
 
@@ -233,4 +235,7 @@ def _place(file: str, error: Exception) -> str:
             line = frame.lineno
     if isinstance(error, SyntaxError):
         line = error.lineno
-    return f"{shown(file)}, line {line}: {type(error).__name__}: {error}"
+    place = shown(file)
+    if line is not None:
+        place += f", line {line}"
+    return f"{place}: {type(error).__name__}: {error}"
