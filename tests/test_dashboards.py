@@ -440,10 +440,13 @@ def test_groups_are_rows_with_best_and_worst_marked_and_an_abandoned_future_has_
         board.log_groups(rows, epoch=epoch, step=epoch, name="branches")
         (tmp_path / "images" / f"eval_{epoch:06d}").mkdir()
     (tmp_path / "images" / "branches_of_mine.png").write_bytes(b"")
+    for ending in (".png", ".json"):
+        (tmp_path / "images" / f"eval_000001_of_mine{ending}").write_bytes(b"")
     board.truncate(1, kinds={"eval"})
     assert list(sheets.saved_images(tmp_path)) == [0, 1]
     assert list(sheets.group_sheets(tmp_path, "branches")) == [0]
     assert (tmp_path / "images" / "branches_of_mine.png").exists()
+    assert (tmp_path / "images" / "eval_000001_of_mine.png").exists()
 
 
 def test_samples_put_the_first_evaluation_beside_the_last(tmp_path, board):

@@ -147,11 +147,21 @@ def mark(score: float, scores: Sequence[float]) -> str:
 def evaluations(run_dir: Path | str) -> dict[int, Path]:
     """Return the contact sheets of images/, by the number of epochs before their evaluation."""
     sheets = {}
-    for sheet in sorted(Path(run_dir, "images").glob("eval_[0-9]*.png")):
-        # A user may put other pictures beside them.
+    for epochs, sheet in _numbered(run_dir, "eval", ".png").items():
         if sheet.with_suffix(".json").exists():
-            sheets[int(sheet.stem.removeprefix("eval_"))] = sheet
+            sheets[epochs] = sheet
     return sheets
+
+
+def _numbered(run_dir: Path | str, name: str, ending: str) -> dict[int, Path]:
+    """Return what images/ has of NAME_NUMBER and an ending, by the number, in order. A user may put other pictures
+    beside."""
+    numbered = {}
+    for path in sorted(Path(run_dir, "images").glob(f"{name}_[0-9]*{ending}")):
+        number = path.name.removeprefix(f"{name}_").removesuffix(ending)
+        if number.isdecimal():
+            numbered[int(number)] = path
+    return numbered
 
 
 def animation_of(sheet: Path) -> Path:
@@ -161,23 +171,17 @@ def animation_of(sheet: Path) -> Path:
 
 def saved_images(run_dir: Path | str) -> dict[int, Path]:
     """Return the folders of images/ that eval.save_images fills, by the number of epochs before their evaluation."""
-    folders = {}
-    for folder in sorted(Path(run_dir, "images").glob("eval_[0-9]*")):
-        number = folder.name.removeprefix("eval_")
-        if folder.is_dir() and number.isdecimal():
-            folders[int(number)] = folder
-    return folders
+    filled = {}
+    for epochs, path in _numbered(run_dir, "eval", "").items():
+        if path.is_dir():
+            filled[epochs] = path
+    return filled
 
 
 def group_sheets(run_dir: Path | str, name: str) -> dict[int, Path]:
     """Return the sheets of images/ that have a name of GROUP_SHEETS, by the number of epochs before the one that they
     show."""
-    sheets = {}
-    for sheet in sorted(Path(run_dir, "images").glob(f"{name}_[0-9]*.png")):
-        number = sheet.stem.removeprefix(f"{name}_")
-        if number.isdecimal():
-            sheets[int(number)] = sheet
-    return sheets
+    return _numbered(run_dir, name, ".png")
 
 
 def forget(run_dir: Path, epoch: int, keeps_evaluation: bool) -> None:
