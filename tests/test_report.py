@@ -302,6 +302,15 @@ def test_runs_that_differ_in_their_seed_alone_have_a_mean_of_the_seeds_and_curve
             report.main([*map(str, runs), *out])
 
 
+def test_the_folder_of_a_page_is_made_and_a_folder_in_the_place_of_the_page_is_refused(runs, tmp_path):
+    file = tmp_path / "new" / "folder" / "reward.svg"
+    report.main([str(runs[0]), "--out", str(file)])
+    assert "<svg" in file.read_text()
+    for out, words in ((tmp_path, "is a folder; name a file in it"), (file / "all.html", "is no folder")):
+        with pytest.raises(UserError, match=f"--out: .* {words}"):
+            report.main([str(runs[0]), "--out", str(out)])
+
+
 def test_a_mean_of_curves_is_at_the_epochs_that_all_have_with_its_standard_error():
     errors = np.full(3, np.nan)
     first = plots.Line("a", np.array([0.0, 4, 8]), np.array([0.1, 0.2, 0.5]), errors)

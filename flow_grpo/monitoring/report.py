@@ -36,9 +36,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise UserError for several runs without a page of their own."""
+    """Raise UserError for several runs without a page of their own, and for a page that would be written over a
+    folder."""
     if len(args.runs) > 1 and (args.out is None or args.out.suffix in FIGURES):
         raise UserError("several runs need a page, such as --out report.html; .pdf and .svg are drawn of one run")
+    if args.out is not None and args.out.is_dir():
+        raise UserError(f"--out: {args.out} is a folder; name a file in it, such as {args.out / 'report.html'}")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and mistakes are answered at once
@@ -345,7 +348,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     args = parser().parse_args(arguments)
     check_arguments(args)
-    out = args.out or args.runs[0] / "report.html"
+    out = args.runs[0] / "report.html"
+    if args.out is not None:
+        out = args.out
+        folders.ensure_folder(out.parent, "--out")
     if out.suffix in FIGURES:
         run = read_run(args.runs[0], "")
         if not plots.plot_reward(run.records, run.config, out):
