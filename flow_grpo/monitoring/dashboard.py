@@ -1,6 +1,5 @@
 """Dashboard of a run: it logs numbers, images and progress. Only this module and progress.py print."""
 
-import functools
 import json
 import math
 import sys
@@ -8,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from flow_grpo.base.pixels import film_strips, to_pictures
 from flow_grpo.monitoring import progress, provenance, report, sheets, trackers
 from flow_grpo.monitoring.plots import plot_reward, read_metrics
 from flow_grpo.monitoring.sheets import (
-    Cell,
     GroupRow,
     Sheet,
     contact_sheet,
@@ -64,7 +62,7 @@ def attempt(what: str, action: Callable[[], object]) -> str:
 def on_main(method):
     """Run a Dashboard's method on the main rank only."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def call(self, *args, **kwargs):
         if self.is_main:
             method(self, *args, **kwargs)
@@ -169,7 +167,8 @@ class Dashboard:
         self.history.append(line)
         self.latest |= record
         if kind != "update":
-            say(self._summary(kind, epoch, values, seconds_left))
+            figures = self._epoch_figures(epoch, seconds_left) if kind == "epoch" else self._scores(kind, epoch, values)
+            say("  ".join(figures))
 
     @on_main
     def log_histogram(self, name: str, values: Tensor, *, epoch: int, step: int) -> None:
@@ -218,25 +217,33 @@ class Dashboard:
         self.epochs_s.append(epoch_s)
         return times
 
-    def _summary(self, kind: str, epoch: int, values: dict[str, float], seconds_left: float) -> str:
-        """Return the line that is printed of a line that is logged."""
-        if kind != "epoch":
-            # Figures of categories, of more than one "/", and of frames would make the line too long.
-            names = sorted(name for name in values if name.count("/") == 1 and not is_of_frame(name))
-            return "  ".join([f"{kind.replace('eval', 'evaluation')} after {epoch} epochs", *self._figures(names)])
-        # Evaluations have lines of their own.
-        names = ["reward/avg", "loss", "implicit_accuracy", "grad_norm"]
+    def _scores(self, kind: str, epoch: int, values: dict[str, float]) -> list[str]:
+        """Return the parts of the line that is printed of an evaluation."""
+        title = "evaluation" if kind == "eval" else kind
+        # Figures of categories, of more than one "/", and of frames would make the line too long.
+        names = sorted(name for name in values if name.count("/") == 1 and not is_of_frame(name))
+        return [f"{title} after {epoch} epochs", *self._figures(names)]
+
+    def _epoch_figures(self, epoch: int, seconds_left: float) -> list[str]:
+        """Return the parts of the line that is printed of an epoch; evaluations have lines of their own."""
         total = self.config.num_epochs
-        parts = [f"epoch {epoch + 1:>{len(str(total))}}/{total}", *self._figures(names)]
+        number = str(epoch + 1).rjust(len(str(total)))
+        parts = [f"epoch {number}/{total}", *self._figures(["reward/avg", "loss", "implicit_accuracy", "grad_norm"])]
         if self.epochs_s:
             mean_s = sum(self.epochs_s) / len(self.epochs_s)
+            # An epoch that has begun when the time is over is completed.
             epochs_left = math.ceil(min(total - epoch - 1, max(seconds_left, 0) / mean_s))
             parts.append(f"{self.epochs_s[-1]:.3g} s/epoch")
             parts.append(f"ETA {tqdm.format_interval(epochs_left * mean_s)}")
-        return "  ".join(parts)
+        return parts
 
     def _figures(self, names: Iterable[str]) -> list[str]:
-        return [f"{name} {self.latest[name]:.4g}" for name in names if name in self.latest]
+        """Return the last values of those names that were ever logged, in words."""
+        figures = []
+        for name in names:
+            if name in self.latest:
+                figures.append(f"{name} {self.latest[name]:.4g}")
+        return figures
 
     def bar(self, iterable: Iterable, desc: str, total: int | None = None) -> Iterable:
         """Return the same things under a progress bar or, without a terminal, with a line a minute."""
@@ -307,7 +314,7 @@ class Dashboard:
 def write_sheet(sheet: Sheet, file: Path) -> None:
     """Write a contact sheet, and a .json of the same name with caption, reward and box of each picture."""
     file.parent.mkdir(exist_ok=True)
-    cells = list(map(Cell._asdict, sheet.cells))
+    cells = [cell._asdict() for cell in sheet.cells]
     folders.write_text(file.with_suffix(".json"), json.dumps({"cells": cells}))
     write_page(sheet.page, file)
 

@@ -15,8 +15,13 @@ from flow_grpo.settings.sections import COMPARED, Config, Health
 
 # Figures that must be finite in any run.
 FINITE = (
-    *("reward/avg", "health/latent_rms", "health/diversity"),
-    *("grad_norm", "policy_loss", "reference_distance", "kl_reference"),
+    "reward/avg",
+    "health/latent_rms",
+    "health/diversity",
+    "grad_norm",
+    "policy_loss",
+    "reference_distance",
+    "kl_reference",
 )
 # Epochs in a smoothed figure: a single epoch's reward depends mostly on the luck of its prompts.
 WINDOW = 5
@@ -63,8 +68,7 @@ class Evaluation(NamedTuple):
     """Evaluation before an epoch."""
 
     epoch: int
-    value: float
-    error: float  # its standard error
+    score: Score
 
 
 class Verdict(NamedTuple):
@@ -137,7 +141,7 @@ def judge(epochs: Sequence[Epoch], limits: Health) -> Verdict:
     # The action on the last epoch is decided here, so that whatever is noted of it does not count.
     epochs = [*epochs[:-1], epochs[-1]._replace(acted=False)]
     figures = {}
-    alarms = [*not_finite(epochs[-1])]
+    alarms = not_finite(epochs[-1])
     for name, sign_of in SIGNS.items():
         sign = sign_of(epochs)
         if sign is None:
@@ -146,7 +150,9 @@ def judge(epochs: Sequence[Epoch], limits: Health) -> Verdict:
         limit = limit_of(limits, name)
         if is_beyond(sign.value, limit):
             alarms.append(Alarm(name, f"{sign.sentence} (limit {limit:g}, config.health.{name})"))
-    is_paused = any(epoch.acted for epoch in epochs[:-1][-PAUSE + 1 :])
+    # The epochs before this one that are less than PAUSE ago.
+    recent_epochs = epochs[-PAUSE:-1]
+    is_paused = any(epoch.acted for epoch in recent_epochs)
     return Verdict(figures, alarms, act=bool(alarms) and not is_paused)
 
 
@@ -180,11 +186,10 @@ def reward_drop(epochs: Sequence[Epoch]) -> Sign | None:
     rewards = [epoch.reward for epoch in epochs if epoch.reward is not None and math.isfinite(epoch.reward)]
     if len(rewards) < 2 * WINDOW:
         return None
-    means = [math.fsum(rewards[i : i + WINDOW]) / WINDOW for i in range(len(rewards) - WINDOW + 1)]
-    squares = [(after - before) ** 2 for before, after in pairwise(rewards)]
-    std = math.sqrt(math.fsum(squares) / len(squares) / 2)
+    means = _window_means(rewards)
     # Equal rewards have no spread: any drop then counts as huge.
-    drop = (max(means) - means[-1]) / max(std * math.sqrt(2 / WINDOW), 1e-30)
+    standard_error = max(_std_about_trend(rewards) * math.sqrt(2 / WINDOW), 1e-30)
+    drop = (max(means) - means[-1]) / standard_error
     luck = 2 * math.sqrt(math.log(len(rewards) / WINDOW))
     value = max(drop - luck, 0.0)
     return Sign(
@@ -192,6 +197,20 @@ def reward_drop(epochs: Sequence[Epoch]) -> Sign | None:
         f"the training reward has fallen to {means[-1]:.4g} from its best {max(means):.4g} (means of {WINDOW} epochs), "
         f"{value:.3g} standard errors more than chance explains",
     )
+
+
+def _window_means(rewards: Sequence[float]) -> list[float]:
+    """Return the mean of each WINDOW rewards in a row, the latest at the end."""
+    means = []
+    for start in range(len(rewards) - WINDOW + 1):
+        means.append(math.fsum(rewards[start : start + WINDOW]) / WINDOW)
+    return means
+
+
+def _std_about_trend(rewards: Sequence[float]) -> float:
+    """Return the standard deviation of rewards about their trend, from successive differences."""
+    squares = [(after - before) ** 2 for before, after in pairwise(rewards)]
+    return math.sqrt(math.fsum(squares) / len(squares) / 2)
 
 
 def eval_drop(epochs: Sequence[Epoch]) -> Sign | None:
@@ -203,16 +222,16 @@ def eval_drop(epochs: Sequence[Epoch]) -> Sign | None:
     evaluations = []
     for epoch in epochs:
         if epoch.evaluation is not None and epoch.evaluation_error is not None and math.isfinite(epoch.evaluation):
-            evaluations.append(Evaluation(epoch.number, epoch.evaluation, epoch.evaluation_error))
+            evaluations.append(Evaluation(epoch.number, Score(epoch.evaluation, epoch.evaluation_error)))
     if len(evaluations) < 2 or evaluations[-1].epoch <= _last_action(epochs):
         return None
-    best = max(evaluations, key=lambda evaluation: evaluation.value)
+    best = max(evaluations, key=lambda evaluation: evaluation.score.value)
     last = evaluations[-1]
-    value = (best.value - last.value) / max(math.hypot(best.error, last.error), 1e-30)
+    fall = _rise_in_errors(last.score, best.score)
     return Sign(
-        value,
-        f"the evaluation has fallen to {last.value:.4g} from its best {best.value:.4g} after {best.epoch} "
-        f"epochs, by {value:.3g} standard errors",
+        fall,
+        f"the evaluation has fallen to {last.score.value:.4g} from its best {best.score.value:.4g} after {best.epoch} "
+        f"epochs, by {fall:.3g} standard errors",
     )
 
 

@@ -187,10 +187,10 @@ def before_and_after(run: run_history.RunHistory, prefix: str) -> list[tuple[str
     Args:
         prefix: of the names of these weights' figures, "test/" or "test_best/".
     """
-    # The first test counts only if later ones were made in the same way.
     first: dict[str, float] = {}
     last: dict[str, float] = {}
     for record in run.lines("test"):
+        # The first test counts only if later ones were made in the same way.
         if record["epoch"] == 0 and not first and not run.evaluations_since:
             first = record
         if any(name.startswith(prefix) for name in record):
@@ -203,13 +203,15 @@ def before_and_after(run: run_history.RunHistory, prefix: str) -> list[tuple[str
         if not is_score or rewards.display_name(name, run.config.reward_fn) != name:
             continue
         # Only the score that chooses has standard errors.
-        errors: tuple[float | None, float | None] = (None, None)
+        error_before = None
+        error_after = None
         if name == chosen_by:
-            errors = (first.get("test/std_error"), last.get(f"{prefix}std_error"))
+            error_before = first.get("test/std_error")
+            error_after = last.get(f"{prefix}std_error")
         before = ""
         if f"test/{name}" in first:
-            before = with_error(first[f"test/{name}"], errors[0])
-        rows.append((name, before, with_error(value, errors[1])))
+            before = with_error(first[f"test/{name}"], error_before)
+        rows.append((name, before, with_error(value, error_after)))
     return rows
 
 
@@ -219,25 +221,37 @@ def facts(run: run_history.RunHistory, folder: Path) -> list[tuple[str, str]]:
     epochs = run.lines("epoch")
     last = epochs[-1] if epochs else {}
     updates = int(last.get("step", 0))
-    weights = "as trained: no averaging had begun"
-    if updates >= config.train.ema_interval:
-        weights = f"averaged (EMA, decay up to {config.train.ema_decay}, every {config.train.ema_interval} updates)"
-    chosen = "the last"
-    evaluation = best.read_best(run.folder) if folder.name == best.NAME else None
-    if evaluation:
-        score = rewards.display_name(evaluation.best_by, config.reward_fn)
-        chosen = f"best {score}, after {evaluation.epoch} epochs"
+    images = int(last.get("images", 0))
     return [
         ("prompts", Path(config.dataset).name),
         ("rewards and weights", ", ".join(f"{name} {weight}" for name, weight in config.reward_fn.items())),
-        (f"epochs, updates, {config.drawn}", f"{len(epochs)}, {updates}, {int(last.get('images', 0))}"),
-        ("weights", weights),
-        ("chosen", chosen),
+        (f"epochs, updates, {config.drawn}", f"{len(epochs)}, {updates}, {images}"),
+        ("weights", _averaging(config, updates)),
+        ("chosen", _choice(run, folder)),
         ("seed", str(config.seed)),
         ("size", _size(config)),
         *_branch(run),
         *_made_by(run),
     ]
+
+
+def _averaging(config: Config, updates: int) -> str:
+    """Return how the weights were averaged after so many updates, in words."""
+    train = config.train
+    if updates < train.ema_interval:
+        return "as trained: no averaging had begun"
+    return f"averaged (EMA, decay up to {train.ema_decay}, every {train.ema_interval} updates)"
+
+
+def _choice(run: run_history.RunHistory, folder: Path) -> str:
+    """Return which of a run's weights a folder has, in words."""
+    if folder.name != best.NAME:
+        return "the last"
+    evaluation = best.read_best(run.folder)
+    if evaluation is None:
+        return "the last"
+    score = rewards.display_name(evaluation.best_by, run.config.reward_fn)
+    return f"best {score}, after {evaluation.epoch} epochs"
 
 
 def _size(config: Config) -> str:

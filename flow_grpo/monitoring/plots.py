@@ -22,9 +22,14 @@ from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
 from flow_grpo.settings.sections import Config
 
-STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777"}
-# A name from outside is no TeX.
-STYLE |= {"text.parse_math": False}
+STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#777777",
+    # A name from outside is no TeX.
+    "text.parse_math": False,
+}
 BLUE = "#2f6db5"
 ORANGE = "#e07b28"
 INK = "#222222"
@@ -76,7 +81,12 @@ def read_metrics(run_dir: Path | str) -> list[dict]:
         return []
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    return list(filter(None, map(_record, lines)))
+    records = []
+    for line in lines:
+        record = _record(line)
+        if record is not None:
+            records.append(record)
+    return records
 
 
 def _record(line: bytes) -> dict | None:
@@ -84,9 +94,10 @@ def _record(line: bytes) -> dict | None:
     try:
         stored = json.loads(line.decode())
         record: dict[str, Any] = {name: _value(name, value) for name, value in stored.items()}
-        return record if "kind" in record and 0 <= record["epoch"] <= MOST_EPOCHS else None
+        is_whole = "kind" in record and 0 <= record["epoch"] <= MOST_EPOCHS
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
+    return record if is_whole else None
 
 
 def _value(name: str, stored: Any) -> str | int | float:
@@ -99,8 +110,10 @@ def _value(name: str, stored: Any) -> str | int | float:
             raise TypeError(f"{name} is no text")
         stored.encode()
         return stored
+    # Of texts such as "nan", and to see that no whole number is too large for curves.
     number = float(stored)
-    return stored if type(stored) is int else number
+    is_whole_number = type(stored) is int
+    return stored if is_whole_number else number
 
 
 class Line(NamedTuple):
@@ -138,7 +151,10 @@ def curve(records: Sequence[dict], name: str, label: str, best_by: str) -> Line 
 
 def mean_curve(lines: Sequence[Line], label: str) -> Line | None:
     """Return the mean of curves with its standard error, at the epochs that all of them have; None if there is none."""
-    epochs = sorted(set.intersection(*(set(line.epochs) for line in lines)))
+    common_epochs = set(lines[0].epochs)
+    for line in lines[1:]:
+        common_epochs &= set(line.epochs)
+    epochs = sorted(common_epochs)
     if not epochs:
         return None
     columns = []
@@ -166,7 +182,10 @@ def step_curve(records: Sequence[dict], figure: str, label: str) -> Line | None:
     for step in steps:
         values = np.array(values_of[step])
         means.append(values.mean())
-        errors.append(values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.nan)
+        error = math.nan
+        if len(values) > 1:
+            error = values.std(ddof=1) / math.sqrt(len(values))
+        errors.append(error)
     return Line(label, np.array(steps), np.array(means), np.array(errors))
 
 
@@ -175,12 +194,16 @@ def _last_values(records: Sequence[dict], prefix: str) -> dict[int, list[float]]
     values_of: dict[int, list[float]] = {}
     num_lines = 0
     for line in reversed(records):
-        names = [name for name in line if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()]
-        for name in names:
-            values_of.setdefault(int(name.removeprefix(prefix)), []).append(_drawn(line[name]))
-        num_lines += bool(names)
         if num_lines == STEP_EPOCHS:
             break
+        has_any = False
+        for name, value in line.items():
+            step = name.removeprefix(prefix)
+            if name.startswith(prefix) and step.isdecimal():
+                values_of.setdefault(int(step), []).append(_drawn(value))
+                has_any = True
+        if has_any:
+            num_lines += 1
     return values_of
 
 
@@ -297,4 +320,4 @@ def _svg(figure: Figure) -> str:
 def thinned(values: np.ndarray) -> np.ndarray:
     """Average neighbours, so that at most MOST_POINTS are left."""
     parts = np.array_split(values, min(len(values), MOST_POINTS))
-    return np.array(list(map(np.mean, parts)))
+    return np.array([part.mean() for part in parts])

@@ -75,12 +75,13 @@ def note_start(run_folder: Path, config: Config, world_size: int, epoch: int) ->
 
     Each start has copies of its own, since files may be edited before a run goes on.
     """
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     start = {
         "start": now(),
         "epoch": epoch,
         "command": without_queries(sys.argv),
         "host": socket.gethostname(),
-        "gpus": list(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))),
+        "gpus": gpus,
         "ranks": world_size,
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
@@ -88,7 +89,11 @@ def note_start(run_folder: Path, config: Config, world_size: int, epoch: int) ->
         "changed_files": _git("status", "--porcelain", "--untracked-files=no").splitlines(),
     }
     folders.write_text(run_folder / FILE, json.dumps({"starts": [*starts(run_folder), start]}))
-    source = run_folder / SOURCE / f"epoch_{epoch:06d}"
+    _copy_source(run_folder / SOURCE / f"epoch_{epoch:06d}", config)
+
+
+def _copy_source(source: Path, config: Config) -> None:
+    """Copy the user's own code to a folder, with what was changed in the checkout since its commit."""
     source.mkdir(parents=True, exist_ok=True)
     for name, file in _own_files(config).items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -151,39 +156,52 @@ def modules_beside(file: Path) -> dict[str, Path]:
     modules = {}
     for name, module in list(sys.modules.items()):
         place = getattr(module, "__file__", None)
+        if name == "__main__" or not place:
+            continue
         # Thousands of modules are installed: they are told by their names, before a path of theirs is resolved.
-        if name == "__main__" or not place or str(place).startswith(installed) or not Path(place).is_absolute():
+        if str(place).startswith(installed) or not Path(place).is_absolute():
             continue
         path = Path(place).resolve()
-        if path.is_file() and path != file and path.is_relative_to(file.parent) and not str(path).startswith(installed):
+        is_installed = str(path).startswith(installed)
+        is_beside = path != file and path.is_relative_to(file.parent)
+        if is_beside and not is_installed and path.is_file():
             modules[str(path.relative_to(file.parent))] = path
-    return dict(sorted(modules.items(), key=lambda entry: entry[1]))
+    by_path = sorted(modules.items(), key=lambda entry: entry[1])
+    return dict(by_path)
 
 
 def _installed_folders() -> tuple[str, ...]:
     """Return how paths begin in the folders of Python, of installed packages and of this package."""
-    folders_of_python = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-    return tuple(f"{folder}{os.sep}" for folder in (*folders_of_python, locations.PACKAGE))
+    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return tuple(f"{folder}{os.sep}" for folder in (*installed, locations.PACKAGE))
 
 
 def _own_files(config: Config) -> dict[str, Path]:
-    """Return the code of a run outside of the package by its names in source/: the script, the config file, the model's
-    class, the files of rewards, and what was imported from the folders of all these."""
-    candidates = [rewards.reward_file(name) for name in {*config.reward_fn, *config.eval.rewards}]
-    config_file, _ = config_files.parts(overrides.split(sys.argv[1:], "")[0])
-    model_module, _, _ = config.model_class.partition(":")
-    candidates += [Path(config_file), Path(sys.argv[0])]
-    if model_module in sys.modules:
-        candidates.append(Path(sys.modules[model_module].__file__ or ""))
+    """Return the code of a run outside of the package by its names in source/: its files, and what was imported from
+    their folders."""
     named: dict[str, Path] = {}
-    for candidate in candidates:
-        if candidate is None or not candidate.is_file():
-            continue
-        file = candidate.resolve()
+    for file in _files_of_run(config):
         for name, path in {file.name: file, **modules_beside(file)}.items():
             if locations.PACKAGE in path.parents:
                 continue
             # A file of the same name from another folder has its folder's name in front.
             is_taken = named.get(name, path) != path
-            named[f"{path.parent.name}/{path.name}" if is_taken else name] = path
+            unique_name = f"{path.parent.name}/{path.name}" if is_taken else name
+            named[unique_name] = path
     return named
+
+
+def _files_of_run(config: Config) -> list[Path]:
+    """Return the files of a run's rewards, its config file, its script and the file of its model's class."""
+    candidates = [rewards.reward_file(name) for name in {*config.reward_fn, *config.eval.rewards}]
+    file_and_names, _ = overrides.split(sys.argv[1:], "")
+    config_file, _ = config_files.parts(file_and_names)
+    candidates += [Path(config_file), Path(sys.argv[0])]
+    model_module, _, _ = config.model_class.partition(":")
+    if model_module in sys.modules:
+        candidates.append(Path(sys.modules[model_module].__file__ or ""))
+    files = []
+    for candidate in candidates:
+        if candidate is not None and candidate.is_file():
+            files.append(candidate.resolve())
+    return files

@@ -10,7 +10,6 @@ Everything is read from the runs' folders.
 import argparse
 import base64
 import io
-import itertools
 import re
 import sys
 from collections import defaultdict
@@ -109,8 +108,11 @@ def overview(runs: Sequence[RunHistory]) -> Overview:
         groups = grouped_by_seed(runs)
         labels = [group_label(group) for group in groups]
         lines_of = partial(_evaluations, groups)
+    names = set()
+    for run in runs:
+        names.update(plots.reward_names(run.records, run.config.reward_fn))
     drawn = []
-    for name in sorted(set().union(*(plots.reward_names(run.records, run.config.reward_fn) for run in runs))):
+    for name in sorted(names):
         lines = lines_of(name)
         if any(line is not None and len(line.epochs) > 1 for line in lines):
             drawn.append((name, plots.svg_panel(lines)))
@@ -120,26 +122,31 @@ def overview(runs: Sequence[RunHistory]) -> Overview:
 
 def _evaluations(groups: Sequence[Sequence[RunHistory]], name: str) -> list[plots.Line | None]:
     """Return the evaluations of a reward, a line for each group of runs."""
+    return [_line_of_group(group, name) for group in groups]
+
+
+def _line_of_group(group: Sequence[RunHistory], name: str) -> plots.Line | None:
+    """Return the evaluations of a reward by one run, or the mean of several runs; None if none has any."""
     lines = []
-    for group in groups:
-        of_group = []
-        for run in group:
-            line = plots.curve(run.records, f"eval/{name}", run.label, run.config.eval.best_by)
-            if line is not None:
-                of_group.append(line)
-        if len(of_group) > 1:
-            lines.append(plots.mean_curve(of_group, group_label(group)))
-        else:
-            lines.append(of_group[0] if of_group else None)
-    return lines
+    for run in group:
+        line = plots.curve(run.records, f"eval/{name}", run.label, run.config.eval.best_by)
+        if line is not None:
+            lines.append(line)
+    if not lines:
+        return None
+    if len(lines) == 1:
+        return lines[0]
+    return plots.mean_curve(lines, group_label(group))
 
 
 def panels(runs: Sequence[RunHistory]) -> dict[str, list[Panel]]:
     """Return the curves of each group of metrics by its title, without those that never change."""
     left_out = set(plots.TEXTS) | constants(runs).keys()
+    names = set().union(*_records(runs)) - left_out
+    # In the order of the table of metrics.
     groups: dict[str, list[Panel]] = {metric.group: [] for metric in (*METRICS.values(), UNKNOWN)}
     step_figures = set()
-    for name in sorted(set().union(*_records(runs)) - left_out):
+    for name in sorted(names):
         if OF_STEPS.fullmatch(name):
             step_figures.add(name.rpartition("/")[0])
             continue
@@ -160,6 +167,7 @@ def step_panel(runs: Sequence[RunHistory], figure: str, metric: Metric) -> Panel
 
 
 def _records(runs: Sequence[RunHistory]) -> Iterator[dict]:
+    """Yield the records of all runs."""
     for run in runs:
         yield from run.records
 
@@ -259,8 +267,10 @@ def side_by_side(
     """Return label, picture and reward of each run's last evaluation, by the prompts that several runs drew."""
     rows = defaultdict(list)
     for run, evaluated in pages:
-        last = list(evaluated.values())[-1:]
-        for picture in itertools.chain(*last):
+        if not evaluated:
+            continue
+        *_, last_pictures = evaluated.values()
+        for picture in last_pictures:
             rows[picture.prompt].append((run.label, picture.address, picture.reward))
     return {prompt: cells for prompt, cells in rows.items() if prompt and len(cells) > 1}
 

@@ -101,10 +101,14 @@ def _evaluations_since(folder: Path) -> int:
 
 def summary(runs: Sequence[RunHistory]) -> Table:
     """Return how far each run is and its scores, and the mean scores of runs that differ in their seed alone."""
-    head = ["run", "epochs", "time", "score", "evaluation: before", "last", "best", "test: before", "last", "best"]
-    means = [_mean_row(group) for group in grouped_by_seed(runs) if len(group) > 1]
-    rows = [*map(_summary_row, runs), *means]
-    return Table([*head, "epochs with an alarm"], rows)
+    evaluations = ["evaluation: before", "last", "best"]
+    tests = ["test: before", "last", "best"]
+    head = ["run", "epochs", "time", "score", *evaluations, *tests, "epochs with an alarm"]
+    rows = [_summary_row(run) for run in runs]
+    for group in grouped_by_seed(runs):
+        if len(group) > 1:
+            rows.append(_mean_row(group))
+    return Table(head, rows)
 
 
 def grouped_by_seed(runs: Sequence[RunHistory]) -> list[list[RunHistory]]:
@@ -135,16 +139,23 @@ def _summary_row(run: RunHistory) -> list[str]:
     """Return a run's name, progress, time, scores and number of epochs with an alarm, in words."""
     epochs = run.lines("epoch")
     alarmed = [record for record in epochs if record.get("health/limits_exceeded", 0) > 0]
-    of_run = scores(run)
-    cells = list(map(_cell, of_run))
-    if of_run.best:
-        cells[Scores._fields.index("best")] += f" (after {of_run.best.epoch} epochs)"
     progress = f"{len(epochs)} of {run.config.num_epochs}"
-    return [run.label, progress, tqdm.format_interval(run.seconds()), _score_name(run), *cells, str(len(alarmed))]
+    time = tqdm.format_interval(run.seconds())
+    return [run.label, progress, time, _score_name(run), *_score_cells(scores(run)), str(len(alarmed))]
 
 
-def _cell(score: Score | None) -> str:
-    return with_error(score.value, score.error) if score else ""
+def _score_cells(of_run: Scores) -> list[str]:
+    """Return scores in words, "" for each that is not there; of the best also when it was reached."""
+    cells = []
+    for name, score in of_run._asdict().items():
+        if score is None:
+            cells.append("")
+            continue
+        cell = with_error(score.value, score.error)
+        if name == "best":
+            cell += f" (after {score.epoch} epochs)"
+        cells.append(cell)
+    return cells
 
 
 def _score_name(run: RunHistory) -> str:
@@ -162,7 +173,9 @@ def _mean_row(runs: Sequence[RunHistory]) -> list[str]:
         values = torch.tensor([score.value for score in column], dtype=torch.float64)
         mean = values.mean().item()
         # Evaluations of the base under shared noises are equal, whatever the seed: they have no error to be shown.
-        error = values.std().item() / math.sqrt(len(runs)) if len(values.unique()) > 1 else None
+        error = None
+        if len(values.unique()) > 1:
+            error = values.std().item() / math.sqrt(len(runs))
         cells.append("" if math.isnan(mean) else with_error(mean, error))
     return [group_label(runs), "", "", _score_name(runs[0]), *cells, ""]
 

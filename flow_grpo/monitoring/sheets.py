@@ -77,12 +77,14 @@ def fit(picture: Image.Image) -> Image.Image:
     """Enlarge to 128 px or more by whole pixels, or shrink to 256 px or less; what is longer than twice its other side,
     such as a film strip, is measured by twice that side."""
     side = min(max(picture.size), 2 * min(picture.size))
-    resampling = Image.Resampling.NEAREST
-    factor: float = math.ceil(128 / side)
     if side > 256:
-        resampling = Image.Resampling.LANCZOS
         factor = 256 / side
-    return picture.resize((round(picture.width * factor), round(picture.height * factor)), resampling)
+        resampling = Image.Resampling.LANCZOS
+    else:
+        factor = math.ceil(128 / side)
+        resampling = Image.Resampling.NEAREST
+    size = (round(picture.width * factor), round(picture.height * factor))
+    return picture.resize(size, resampling)
 
 
 def contact_sheet(images: Tensor, captions: Sequence[str], scores: Iterable[float] | None = None) -> Sheet:
@@ -98,7 +100,8 @@ def contact_sheet(images: Tensor, captions: Sequence[str], scores: Iterable[floa
         tiles.append(Tile(picture, wrap(caption, picture.width), figure))
     # A film strip takes the place of its frames.
     frames_per_tile = strips.shape[-1] // images.shape[-1]
-    page, boxes = draw_tiles(tiles, columns=math.ceil(math.sqrt(2 * len(tiles) / frames_per_tile)))
+    columns = math.ceil(math.sqrt(2 * len(tiles) / frames_per_tile))
+    page, boxes = draw_tiles(tiles, columns)
     return Sheet(page, list(map(Cell, captions, figures, boxes)))
 
 
@@ -126,10 +129,15 @@ def group_sheet(rows: Sequence[GroupRow]) -> Image.Image:
     tiles = []
     for row in rows:
         width = fit(row.pictures[0]).width
-        tiles.append(Tile(None, [line for text in row.title for line in wrap(text, width)]))
+        title = []
+        for text in row.title:
+            title += wrap(text, width)
+        tiles.append(Tile(None, title))
         for picture, score in zip(row.pictures, row.scores, strict=True):
             tiles.append(Tile(fit(picture), [], f"{score:.3f}{mark(score, row.scores)}"))
-        tiles += [Tile(None, [])] * (columns - 1 - len(row.pictures))
+        # A row with fewer pictures than another one ends with empty tiles.
+        num_missing = columns - 1 - len(row.pictures)
+        tiles += [Tile(None, [])] * num_missing
     page, _ = draw_tiles(tiles, columns)
     return page
 
@@ -141,7 +149,9 @@ def mark(score: float, scores: Sequence[float]) -> str:
         return ""
     if score == max(finite_scores):
         return " best"
-    return " worst" if score == min(finite_scores) else ""
+    if score == min(finite_scores):
+        return " worst"
+    return ""
 
 
 def evaluations(run_dir: Path | str) -> dict[int, Path]:
@@ -262,7 +272,8 @@ def plot_samples(run_dir: Path | str, since: int = 0) -> None:
 
 def wrap(text: str, width: int) -> list[str]:
     """Break a text into up to four lines that fit into `width` pixels."""
-    return textwrap.wrap(str(text), int(width / FONT.getlength("e")), max_lines=4, placeholder=" ...")
+    letters_per_line = int(width / FONT.getlength("e"))
+    return textwrap.wrap(str(text), letters_per_line, max_lines=4, placeholder=" ...")
 
 
 def draw_tiles(tiles: Sequence[Tile], columns: int) -> tuple[Image.Image, list[list[int]]]:
@@ -273,7 +284,9 @@ def draw_tiles(tiles: Sequence[Tile], columns: int) -> tuple[Image.Image, list[l
     heights = []
     for row in rows:
         heights.append(max(tile.height for tile in row))
-    page = Image.new("RGB", (GAP + columns * (width + GAP), GAP + sum(heights) + GAP * len(rows)), "white")
+    page_width = GAP + columns * (width + GAP)
+    page_height = GAP + sum(heights) + GAP * len(rows)
+    page = Image.new("RGB", (page_width, page_height), "white")
     boxes = []
     top = GAP
     for row, height in zip(rows, heights):

@@ -26,9 +26,9 @@ from flow_grpo.settings.sections import Config
 AXES = ("epoch", "step")
 # Values of WANDB_MODE.
 SENDING = ("online", "shared", "run")
+NOT_SENDING = ("offline", "disabled", "dryrun")
 # Of a histogram in wandb.
 NUM_BINS = 64
-NOT_SENDING = ("offline", "disabled", "dryrun")
 
 
 def grouped(record: dict[str, float]) -> dict[str, float]:
@@ -36,7 +36,8 @@ def grouped(record: dict[str, float]) -> dict[str, float]:
     figures = {}
     for name, value in record.items():
         has_group = "/" in name or name in AXES
-        figures[name if has_group else f"train/{name}"] = value
+        shown_name = name if has_group else f"train/{name}"
+        figures[shown_name] = value
     return figures
 
 
@@ -72,7 +73,8 @@ class Wandb:
         """Show pictures under images/<name>, each with its caption and reward."""
         import wandb
 
-        file_type = "png" if min(pictures[0].size) <= 256 else "jpg"  # a strip of small frames is wide
+        # Small pictures lose nothing; a strip of small frames is wide, but not high.
+        file_type = "png" if min(pictures[0].size) <= 256 else "jpg"
         shown = []
         for picture, cell in zip(pictures, sheet.cells, strict=True):
             label = " | ".join(filter(None, (cell.caption, cell.reward)))
