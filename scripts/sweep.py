@@ -19,8 +19,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -293,25 +293,55 @@ def row_of(folder: Path) -> Row | None:
     return Row(*values)
 
 
-def write_table(out: Path, members: list[Member]) -> str:
-    """Write table.md: the scores of each combination, over its seeds. Returns its text."""
-    rows_of = defaultdict(list)
+def write_table(out: Path, members: list[Member], failed: Collection[str] = ()) -> str:
+    """Write table.md: the scores of each combination, over its seeds, and why runs have none. Returns its text.
+
+    Args:
+        failed: names of runs that have stopped by themselves.
+    """
+    by_combination = defaultdict(list)
     for member in members:
-        row = row_of(out / member.name) if has_ended(out / member.name) else None
-        if row:
-            combination = tuple(value for key, value in member.values.items() if key != "seed")
-            rows_of[combination].append(row)
+        combination = tuple(value for key, value in member.values.items() if key != "seed")
+        by_combination[combination].append(member)
     keys = [key for key in members[0].values if key != "seed"]
     head = [*keys, "runs", "validation: best", "test: before", "last", "best", "lowest best"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for combination, rows in rows_of.items():
-        means = [_mean(list(column)) for column in zip(*rows, strict=True)]
-        lowest = min(row.best for row in rows)
-        cells = [*combination, str(len(rows)), *means, f"{lowest:.4g}"]
+    for combination, of_combination in by_combination.items():
+        cells = [*combination, *_cells([out / member.name for member in of_combination], failed)]
         lines.append(f"| {' | '.join(cells)} |")
     text = "\n".join(lines) + "\n"
     (out / "table.md").write_text(text, encoding="utf-8")
     return text
+
+
+def _cells(run_folders: list[Path], failed: Collection[str]) -> list[str]:
+    """Return the cells of a combination: how many of its runs have scores, why others have none, and the scores."""
+    rows = []
+    missing = Counter()
+    for folder in run_folders:
+        row = row_of(folder) if has_ended(folder) else None
+        if row:
+            rows.append(row)
+        else:
+            missing[why_missing(folder, failed)] += 1
+    number = str(len(rows))
+    if missing:
+        reasons = [f"{count} {reason}" for reason, count in missing.items()]
+        number += f" ({', '.join(reasons)})"
+    if not rows:
+        return [number, *[""] * (len(Row._fields) + 1)]
+    means = [_mean(list(column)) for column in zip(*rows, strict=True)]
+    lowest = min(row.best for row in rows)
+    return [number, *means, f"{lowest:.4g}"]
+
+
+def why_missing(folder: Path, failed: Collection[str]) -> str:
+    """Return why a run has no scores, for the table."""
+    if has_ended(folder):
+        return "without a test"
+    if folder.name in failed:
+        return "failed"
+    return "not ended" if provenance.starts(folder) else "not begun"
 
 
 def _mean(values: list[float]) -> str:
@@ -348,8 +378,8 @@ def main(args: argparse.Namespace) -> int:
     sweep = Sweep(args)
     sweep.run()
     done = [sweep.out / member.name for member in sweep.members if has_ended(sweep.out / member.name)]
+    print(write_table(sweep.out, sweep.members, sweep.failed))
     if done:
-        print(write_table(sweep.out, sweep.members))
         report.write_page(done, sweep.out / "report.html")
         print(f"{sweep.out} holds table.md and report.html of {len(done)} of {len(sweep.members)} runs")
     if sweep.signal:

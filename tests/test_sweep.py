@@ -147,9 +147,24 @@ def test_the_table_has_means_over_seeds_and_the_lowest(recorded, tmp_path):
     change_json(tmp_path / members[2].name / "run.json", starts=[])
     text = sweep.write_table(tmp_path, members)
     assert text == (tmp_path / "table.md").read_text()
-    head, _, row = text.splitlines()
+    head, _, row, empty_row = text.splitlines()
     assert head == "| train.learning_rate | runs | validation: best | test: before | last | best | lowest best |"
     assert row == "| 1 | 2 | -0.75 ± 0.25 | -3 | -2.75 ± 0.25 | -1.75 ± 0.25 | -2 |"
+    assert empty_row == "| 2 | 0 (2 not begun) |  |  |  |  |  |"
+
+
+def test_the_table_says_of_each_combination_how_many_runs_have_no_scores_and_why(recorded, tmp_path):
+    members = sweep.members_of(["train.learning_rate=1,2,3", "seed=1,2"])
+    complete, untested, begun, failed, *_ = [tmp_path / member.name for member in members]
+    for folder in (complete, untested, begun):
+        shutil.copytree(recorded("nft").folder, folder)
+    lines = (untested / "metrics.jsonl").read_text().splitlines()
+    (untested / "metrics.jsonl").write_text("\n".join(line for line in lines if '"test/' not in line) + "\n")
+    change_json(begun / "run.json", starts=[{"start": "", "command": [SCRIPT]}])
+    rows = sweep.write_table(tmp_path, members, [failed.name]).splitlines()[2:]
+    assert rows[0].startswith("| 1 | 1 (1 without a test) | ")
+    assert rows[1] == "| 2 | 0 (1 not ended, 1 failed) |  |  |  |  |  |"
+    assert rows[2] == "| 3 | 0 (2 not begun) |  |  |  |  |  |"
 
 
 def test_a_run_that_has_ended_is_named_with_the_flags_that_were_others(tmp_path):
@@ -197,6 +212,10 @@ def test_a_sweep_says_which_runs_fail_and_an_interrupted_one_goes_on(shallow, tm
     assert "adv_clip_max_-1: stopped with status 2, train_qwenimage.py: config.train.adv_clip_max" in ended.stdout
     assert "failed: adv_clip_max_-1; the same command tries them again" in ended.stdout
     assert (out / "report.html").exists()
+    assert (out / "table.md").read_text().splitlines()[2:] == [
+        "| 5 | 0 (1 without a test) |  |  |  |  |  |",
+        "| -1 | 0 (1 failed) |  |  |  |  |  |",
+    ]
 
 
 @pytest.fixture(autouse=True)
