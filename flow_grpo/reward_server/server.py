@@ -35,7 +35,7 @@ GRACE_S = 3  # time that a request which is being scored has when the server is 
 MACHINE_ERRORS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
-class Scored(NamedTuple):
+class JobScores(NamedTuple):
     """Scores of a job's images."""
 
     scores: dict[str, Tensor]  # by name, [B] each; NaN for an image that has none
@@ -61,9 +61,9 @@ class Rewarder:
         self.memory = Memory(limits.max_memory_bytes)
         self.thread = Threads(1)
         self.decoders = Threads(DECODERS)
-        self.answers = OrderedDict()  # Idempotency-Key -> future Scored
+        self.answers = OrderedDict()  # Idempotency-Key -> future JobScores
 
-    def _score(self, job: Job) -> Scored:
+    def _score(self, job: Job) -> JobScores:
         """Score a job, in the scoring thread. Where the reward fails for all of its images together, each is scored
         alone, so that the others have a score. Raise the reward's error if it fails for each of them, too."""
         try:
@@ -76,7 +76,7 @@ class Rewarder:
                 raise
             return scored
 
-    def _score_together(self, job: Job) -> Scored:
+    def _score_together(self, job: Job) -> JobScores:
         """Score the images of a job by one call of the reward."""
         images = torch.stack(job.images)
         if self.takes_videos and images.ndim == 4:
@@ -85,10 +85,10 @@ class Rewarder:
             scores = scores_of(self.name, self.score, images, job.prompts, job.metadata, job.sources)
         # The other images keep their scores. What becomes of one without, the run decides.
         except SomeFailed as error:
-            return Scored(error.scores, str(error))
-        return Scored(scores, "")
+            return JobScores(error.scores, str(error))
+        return JobScores(scores, "")
 
-    def _score_each(self, job: Job) -> Scored | None:
+    def _score_each(self, job: Job) -> JobScores | None:
         """Score each image of a job by a call of its own; return None if the reward fails for every one."""
         parts = []
         last_error = ""
@@ -98,12 +98,12 @@ class Rewarder:
                 scored = self._score_together(job.only(number))
             except Exception as error:
                 num_failed += 1
-                scored = Scored({"score": torch.full((1,), torch.nan)}, describe_error(error))
+                scored = JobScores({"score": torch.full((1,), torch.nan)}, describe_error(error))
             parts.append(scored.scores)
             last_error = scored.error or last_error
         if num_failed == len(job.images):
             return None
-        return Scored(join_scores(parts), last_error)
+        return JobScores(join_scores(parts), last_error)
 
     def is_allowed(self, request: Request) -> bool:
         """Return whether a request bears the token, if there is one."""
@@ -139,7 +139,7 @@ class Rewarder:
                 self.answers.popitem(last=False)
 
     async def _enter(self, request: Request) -> asyncio.Future:
-        """Put a request in the line and return its future Scored. It holds memory until it has them."""
+        """Put a request in the line and return its future JobScores. It holds memory until it has them."""
         try:
             job = await read_job(request, self.limits, self.memory, self.decoders, self.takes_videos)
         except BaseException:
