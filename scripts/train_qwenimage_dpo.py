@@ -43,7 +43,7 @@ HELD_OUT_PAIRS = 256
 NOISES_PER_PAIR = 4
 
 
-class Source(NamedTuple):
+class PairSource(NamedTuple):
     """Pairs on the disk, and the noise levels at which pairs are trained."""
 
     train: preferences.PairFiles | None  # None = the policy samples them (online)
@@ -51,7 +51,7 @@ class Source(NamedTuple):
     levels: Tensor  # [1000] f32, timesteps of the whole forward process, shifted as the sampled steps are
 
 
-def begin(config: ConfigDict) -> tuple[Run, Source]:
+def begin(config: ConfigDict) -> tuple[Run, PairSource]:
     """Open the pairs of config.preferences.path, if it names a folder; then start the run.
 
     Raises:
@@ -71,7 +71,7 @@ def begin(config: ConfigDict) -> tuple[Run, Source]:
     run = start(config, checks.DPO, reference=True, stored_prompts=prompts)
     if train and not held_out:
         run.board.say(f"{checked.preferences.path} holds no pair out, so there are no metrics under validation/")
-    return run, Source(train, held_out, levels.to(run.device))
+    return run, PairSource(train, held_out, levels.to(run.device))
 
 
 def open_stored_pairs(config: Config) -> dict[str, preferences.PairFiles]:
@@ -183,7 +183,7 @@ def add_gradients(run: Run, pairs: preferences.Pairs, levels: Tensor) -> None:
 
 
 @torch.no_grad()
-def validate(run: Run, source: Source, epoch: int) -> None:
+def validate(run: Run, source: PairSource, epoch: int) -> None:
     """Log the metrics of held-out pairs, with the averaged weights, and always the same noises."""
     if not source.held_out:
         return

@@ -161,6 +161,27 @@ def test_functions_are_short():
     assert long == []
 
 
+def types_named(path):
+    """Names of a file's public classes and of its aliases of types."""
+    names = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            names.append(node.name)
+        if isinstance(node, ast.Assign):
+            names += [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return [name for name in names if re.fullmatch("[A-Z][a-z]+[A-Za-z]*", name)]
+
+
+def test_a_type_that_a_training_script_may_name_has_a_name_of_its_own():
+    files = [path for module, path in MODULES.items() if module.startswith(("base/", "algorithms/", "run/"))]
+    files += (ROOT / "scripts").glob("train_*.py")
+    counts = Counter()
+    for path in files:
+        counts.update(types_named(path))
+    assert len(counts) > 40
+    assert [name for name, count in counts.items() if count > 1] == []
+
+
 def test_scripts_are_the_algorithm():
     for script in sorted((ROOT / "scripts").glob("train_*.py")):
         if script.stem.split("_")[1] == "qwenimage":  # the others are twins

@@ -42,7 +42,7 @@ class Place(NamedTuple):
         )
 
 
-class Source(NamedTuple):
+class StartingPoint(NamedTuple):
     """Folder that a run writes into, and what it goes on from, as config.resume_from names them."""
 
     folder: Path
@@ -57,23 +57,23 @@ def take_folder(config: Config, prompt_files: Sequence[PromptFile] = ()) -> Plac
     a folder of its own.
 
     Args:
-        prompt_files: opened files of config.dataset, to be compared with those that the source's run read.
+        prompt_files: opened files of config.dataset, to be compared with those that the checkpoint's run read.
 
     Raises:
         UserError: another run is writing into the folder, or it cannot be made; the checkpoint is not there, is
             damaged, or does not fit this config. No other folder has been touched then.
     """
     first = Path(config.output_dir, config.run_name or config.name)
-    source = _find_source(first, config.resume_from)
-    dashboard.say(folders.lock(source.folder))
+    point = _find_starting_point(first, config.resume_from)
+    dashboard.say(folders.lock(point.folder))
 
     # Until the lock was ours, another process may have written a newer checkpoint here.
     if config.resume_from == "latest":
-        source = _latest_source(source.folder)
-    with folders.released_on_error(source.folder):
-        if source.path is None:
-            return _begin(config, source.folder, prompt_files)
-        return _go_on(config, source.folder, source.path, source.parent, prompt_files)
+        point = _latest_starting_point(point.folder)
+    with folders.released_on_error(point.folder):
+        if point.path is None:
+            return _begin(config, point.folder, prompt_files)
+        return _go_on(config, point.folder, point.path, point.parent, prompt_files)
 
 
 def _begin(config: Config, folder: Path, prompt_files: Sequence[PromptFile]) -> Place:
@@ -207,7 +207,7 @@ def _check_has_checkpoint(path: Path) -> None:
         raise UserError(f"config.resume_from: no checkpoint at {path}: expected {expected}")
 
 
-def _find_source(first: Path, resume_from: str) -> Source:
+def _find_starting_point(first: Path, resume_from: str) -> StartingPoint:
     """Find what config.resume_from names, and find or make the folder of this run.
 
     Raises UserError unless resume_from is "", "latest", or a path in a folder of this run or of another.
@@ -216,17 +216,17 @@ def _find_source(first: Path, resume_from: str) -> Source:
         first: the first folder of a run of this name; further ones have numbers.
     """
     if not resume_from:
-        return Source(folders.make_new_folder(first))
+        return StartingPoint(folders.make_new_folder(first))
     if resume_from == "latest":
-        return Source(_latest_folder(first))
+        return StartingPoint(_latest_folder(first))
     path = Path(os.path.realpath(resume_from))
     _check_has_checkpoint(path)
     for folder in folders.numbered_folders(first):
         if _run_name(folder) == first.name and _holds(folder, path):
-            return Source(folder, path)
+            return StartingPoint(folder, path)
     for folder in path.parents[:3]:
         if _run_name(folder) and _holds(folder, path):
-            return Source(folders.make_new_folder(first), path, folder)
+            return StartingPoint(folders.make_new_folder(first), path, folder)
     raise UserError(f"config.resume_from: {path} is in no folder that a run has written")
 
 
@@ -247,23 +247,23 @@ def _latest_folder(first: Path) -> Path:
     return folders.make_new_folder(first)
 
 
-def _latest_source(folder: Path) -> Source:
+def _latest_starting_point(folder: Path) -> StartingPoint:
     """Find the checkpoints of a run's own folder. A branch without a checkpoint begins again from its parent."""
     path = folder / "checkpoints"
     if os.path.lexists(path) and not path.is_dir():
         raise UserError(f"config.resume_from: {path} is no folder; put the run's checkpoints there")
     if checkpoints.find_newest(path):
-        return Source(folder, path)
+        return StartingPoint(folder, path)
     parent = provenance.parent(folder)
     if parent is None:
-        return Source(folder)
+        return StartingPoint(folder)
     checkpoint = Path(parent.checkpoint)
     if checkpoints.find_newest(checkpoint) is None:
         raise UserError(
             f"{folder} is a branch that never began, and its checkpoint {checkpoint} no longer exists; delete the "
             "folder, and branch off from another checkpoint"
         )
-    return Source(folder, checkpoint, Path(parent.folder))
+    return StartingPoint(folder, checkpoint, Path(parent.folder))
 
 
 def _holds(folder: Path, path: Path) -> bool:

@@ -46,7 +46,7 @@ class LoadedReward(NamedTuple):
     weight: float  # in the sum of all rewards
 
 
-Rewards = dict[str, LoadedReward]
+LoadedRewards = dict[str, LoadedReward]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def check(config: Config) -> None:
         )
 
 
-def load_rewards(run: Run) -> Rewards:
+def load_rewards(run: Run) -> LoadedRewards:
     """Load the rewards that are trained on. Evaluations score by the pool's own copies."""
     loaded = {}
     for name, weight in run.config.reward_fn.items():
@@ -120,7 +120,7 @@ def repeatable_convolutions() -> Iterator[None]:
         torch.backends.cudnn.deterministic = before
 
 
-def score(run: Run, loaded: Rewards, drawn: DrawnImages) -> Scored:
+def score(run: Run, loaded: LoadedRewards, drawn: DrawnImages) -> Scored:
     """Decode and score B images, config.vae_batch_size at a time, and compute the gradient of the loss with respect to
     their latents. Logs the losses."""
     batch_size = run.config.vae_batch_size
@@ -172,7 +172,7 @@ def _beta_gate(run: Run, drawn: DrawnImages, images: Tensor) -> Tensor:
     return overrated(scores["avg"], watched, one_group, config.train.beta_gate).float().to(run.device)
 
 
-def score_images(loaded: Rewards, images: Tensor, prompts: list[Prompt]) -> dict[str, Tensor]:
+def score_images(loaded: LoadedRewards, images: Tensor, prompts: list[Prompt]) -> dict[str, Tensor]:
     """Score images [B, 3, H, W] in [0, 1] by each reward, and by their weighted sum, "avg"; [B] each, with a graph."""
     texts = texts_of(prompts)
     metadata = [prompt.metadata for prompt in prompts]
