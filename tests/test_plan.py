@@ -57,6 +57,19 @@ def test_a_plan_trains_the_steps_that_timestep_fraction_leaves(shallow, tmp_path
     assert epoch["forwards"] == planned.rollout + planned.update
 
 
+@pytest.mark.parametrize(("solver", "num_asked"), [("dpm", 2), ("extrapolate", 3)])
+def test_a_plan_counts_the_forwards_that_the_chosen_solver_asks_for(solver, num_asked, shallow, tmp_path):
+    # Of 4 steps 2.8 are asked for, which one solver rounds down, and the other to the nearest number.
+    how = dict(sample__flash_ratio=0.7, sample__flash_solver=solver, num_epochs=1, eval_freq=0)
+    folder = train("shapes_qwenimage_nft", tmp_path, **shallow | how)
+    config = table.of_stored(json.loads((folder / "config.json").read_text()))
+    planned = forwards.of_epoch(config, batch_plan.plan_batches(config, 1), model_classes.by_name("qwenimage"))
+    num_images = 8
+    assert planned.fast == num_asked * num_images
+    (epoch,) = lines_of(folder, "epoch")
+    assert epoch["forwards"] == planned.rollout + planned.update
+
+
 COPIES = [  # a run, settings of it by dotted name, and the copies of the trained weights that lie on the GPU
     ("shapes_qwenimage", {"train.beta": 0.1}, 0),
     ("shapes_qwenimage", {"train.beta": 0.1, "train.reference_interval": 2}, 1),

@@ -11,7 +11,6 @@ import torch
 from diffusers import DPMSolverMultistepScheduler
 from torch import Tensor
 
-from flow_grpo.diffusers_patch.sampling_params import SOLVERS
 from flow_grpo.diffusers_patch.sde_with_logprob import Schedule
 
 
@@ -23,8 +22,8 @@ class SolverStep(NamedTuple):
 
 
 class DPMSolver:
-    """DPM-Solver++ of 2nd order, midpoint (arXiv:2211.01095), over max(1, ratio * what is left) of the scheduler's own
-    sigmas, evenly spread from step `start` to sigma = 0. diffusers' scheduler computes it."""
+    """DPM-Solver++ of 2nd order, midpoint (arXiv:2211.01095), over a share of `ratio` of the scheduler's own sigmas,
+    evenly spread from step `start` to sigma = 0. diffusers' scheduler computes it."""
 
     def __init__(self, scheduler: Schedule, start: int, ratio: float):
         self.scheduler: Any = DPMSolverMultistepScheduler(
@@ -35,13 +34,12 @@ class DPMSolver:
             final_sigmas_type="zero",
         )
         num_steps = len(scheduler.timesteps)
-        # In floating point, 50 * 0.58 is 28.99..., which must be 29.
-        num_forwards = max(1, int((num_steps - start) * ratio + 1e-9))
-        self.scheduler.set_timesteps(num_forwards)
+        num_asked = num_forwards("dpm", num_steps - start, ratio)
+        self.scheduler.set_timesteps(num_asked)
 
         # Its sigmas are replaced by some of those that the model was to be sampled at: a schedule of diffusers' own
         # would not know the model's shift.
-        steps = torch.linspace(start, num_steps, num_forwards + 1).round().long().to(scheduler.sigmas.device)
+        steps = torch.linspace(start, num_steps, num_asked + 1).round().long().to(scheduler.sigmas.device)
         self.timesteps = scheduler.timesteps[steps[:-1]]
         self.scheduler.timesteps = self.timesteps
         self.scheduler.sigmas = scheduler.sigmas[steps]
@@ -99,9 +97,9 @@ class Extrapolation:
 
 
 def asked_steps(start: int, num_steps: int, ratio: float) -> list[int]:
-    """Choose round(ratio * what is left) of the steps from `start` on, at least the first."""
+    """Choose the steps from `start` on whose velocity is asked for, `num_forwards` of them, the first always."""
     num_left = num_steps - start
-    num_asked = max(1, round(num_left * ratio))
+    num_asked = num_forwards("extrapolate", num_left, ratio)
     if 2 * num_asked >= num_left:
         # Late steps change an image least, so every second one is left out, from the last backwards.
         left_out = range(num_steps - 1, start, -2)[: num_left - num_asked]
@@ -111,8 +109,17 @@ def asked_steps(start: int, num_steps: int, ratio: float) -> list[int]:
     return torch.linspace(start, num_steps - 1, num_asked + 1).floor().long().tolist()[:-1]
 
 
+def num_forwards(solver: str, num_left: int, ratio: float) -> int:
+    """Return how many velocities a solver asks for on its way through the `num_left` last steps of a schedule."""
+    if solver == "extrapolate":
+        return max(1, round(num_left * ratio))
+    # In floating point, 50 * 0.58 is 28.99..., which must be 29.
+    return max(1, int(num_left * ratio + 1e-9))
+
+
 Solver = DPMSolver | Extrapolation
-SOLVER_CLASSES: dict[str, type[Solver]] = dict(zip(SOLVERS, (DPMSolver, Extrapolation), strict=True))
+# By the names of SOLVERS in sampling_params.py.
+SOLVER_CLASSES: dict[str, type[Solver]] = {"dpm": DPMSolver, "extrapolate": Extrapolation}
 
 
 @lru_cache(maxsize=256)

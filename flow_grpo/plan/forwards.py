@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flow_grpo.algorithms.batch_plan import BatchPlan
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.diffusers_patch.sampling_params import Shortcuts
+from flow_grpo.diffusers_patch.solvers import num_forwards
 from flow_grpo.settings import table
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES
 from flow_grpo.settings.sections import Config, Sample, Train
@@ -87,7 +88,7 @@ def of_data(config: Config, plan: BatchPlan) -> float:
 def of_evaluation(config: Config, num_prompts: int, family: type[FlowModel], shortcuts: Shortcuts) -> float:
     """Return the rows of the forwards of an evaluation of this many prompts."""
     images = num_prompts * config.eval.noises_per_prompt
-    forwards = _without_noise(config.eval.num_steps, shortcuts.flash_ratio)
+    forwards = _without_noise(config.eval.num_steps, shortcuts.flash_ratio, shortcuts.flash_solver)
     return images * forwards * _rows(family, config.eval.guidance_scale)
 
 
@@ -119,15 +120,15 @@ def _steps_of_start(config: Config, plan: BatchPlan) -> _Start:
     sample = config.sample
     if config.algorithm == table.DPO:
         # The best and the worst image of a group, or both of a stored pair, are noised once.
-        has_rollout = not config.preferences.path
-        fast = _without_noise(sample.num_steps, sample.flash_ratio) if has_rollout else 0
-        trained = 2 / plan.group_size if has_rollout else 2
-        return _Start(exact=0, fast=fast, trained=trained)
+        if config.preferences.path:
+            return _Start(exact=0, fast=0, trained=2)
+        fast = _without_noise(sample.num_steps, sample.flash_ratio, sample.flash_solver)
+        return _Start(exact=0, fast=fast, trained=2 / plan.group_size)
     if config.algorithm == table.REFL:
         return _steps_of_walk(sample, config.train, plan)
     if config.algorithm == table.NFT:
-        fast = _without_noise(sample.num_steps, sample.flash_ratio)
-        fast += sample.scouts_per_image * _without_noise(sample.num_steps, sample.scout_ratio)
+        fast = _without_noise(sample.num_steps, sample.flash_ratio, sample.flash_solver)
+        fast += sample.scouts_per_image * _without_noise(sample.num_steps, sample.scout_ratio, sample.flash_solver)
         return _Start(exact=0, fast=fast, trained=plan.num_trained_steps)
     if plan.num_branches > 1:
         return _steps_of_trunk(sample, plan)
@@ -149,7 +150,8 @@ def _steps_of_trunk(sample: Sample, plan: BatchPlan) -> _Start:
     """Count the steps of a trunk, which ends with its last noisy step, and of its branches, which have no noise."""
     fast = 0
     for step in range(plan.num_trained_steps):
-        fast += plan.num_branches * _without_noise(sample.num_steps - step - 1, sample.flash_ratio)
+        num_left = sample.num_steps - step - 1
+        fast += plan.num_branches * _without_noise(num_left, sample.flash_ratio, sample.flash_solver)
     return _Start(exact=plan.num_trained_steps, fast=fast, trained=plan.num_trained_steps)
 
 
@@ -167,8 +169,9 @@ def _steps_of_windowed_image(sample: Sample, plan: BatchPlan) -> _Start:
             before /= plan.group_size
         after = sample.num_steps - window.stop
         exact += len(window) * (1 + sample.scouts_per_image)
-        fast += before * (1 + sample.scouts_per_image) + _without_noise(after, sample.flash_ratio)
-        fast += sample.scouts_per_image * _without_noise(after, sample.scout_ratio)
+        fast += before * (1 + sample.scouts_per_image)
+        fast += _without_noise(after, sample.flash_ratio, sample.flash_solver)
+        fast += sample.scouts_per_image * _without_noise(after, sample.scout_ratio, sample.flash_solver)
     num_windows = len(windows)
     return _Start(exact=exact / num_windows, fast=fast / num_windows, trained=trained / num_windows)
 
@@ -184,8 +187,8 @@ def _windows(sample: Sample) -> list[range]:
     return [range(start, start + size) for start in range(first, last - size + 1)]
 
 
-def _without_noise(num_steps: int, ratio: float) -> int:
-    """Return the forwards of `num_steps` steps without noise, of which a `ratio` above 0 computes that share."""
+def _without_noise(num_steps: int, ratio: float, solver: str) -> int:
+    """Return the forwards of `num_steps` steps without noise, of which a solver computes a `ratio` above 0."""
     if not ratio or not num_steps:
         return num_steps
-    return max(1, int(num_steps * ratio + 1e-9))
+    return num_forwards(solver, num_steps, ratio)
