@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -22,7 +22,8 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line
 
 FILE = "checksums.json"
-CHUNK = 2**22  # bytes
+# Bytes that are read at once: other threads may run while so many are read or summed.
+CHUNK = 2**22
 # Threads of digests that are computed beside other work: they leave that work the other cores and most of the disk, and
 # finish the first files before they begin with the last.
 READERS_BESIDE = 4
@@ -31,8 +32,7 @@ THREADS = "digests"  # in the names of threads
 
 def write_checksums(folder: Path) -> None:
     """Write the checksums of all files in a folder."""
-    names = _names(folder)
-    checksums = dict(zip(names, _checksums(folder, names)))
+    checksums = _checksums(folder, _names(folder))
     (folder / FILE).write_text(json.dumps(checksums))
 
 
@@ -45,7 +45,7 @@ def damage(folder: Path) -> str:
         for name in expected:
             if not (folder / name).is_file():
                 return f"{name} is missing"
-        actual = dict(zip(expected, _checksums(folder, list(expected))))
+        actual = _checksums(folder, list(expected))
     except (UserError, OSError) as error:
         return str(error)
     changed = [name for name in expected if actual[name] != expected[name]]
@@ -77,22 +77,31 @@ def _names(folder: Path) -> list[str]:
     return names
 
 
-def _checksums(folder: Path, names: list[str]) -> list[list[int]]:
-    """Return the checksum of each file, computed side by side: reading and summing release Python's lock."""
+def _checksums(folder: Path, names: list[str]) -> dict[str, list[int]]:
+    """Return the checksum of each file by its name, computed side by side: reading and summing release Python's
+    lock."""
     paths = [folder / name for name in names]
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(_checksum, paths))
+        return dict(zip(names, pool.map(_checksum, paths), strict=True))
 
 
 def _checksum(path: Path) -> list[int]:
     """Return [bytes, CRC-32] of a file."""
     crc = 0
+    for chunk in _chunks(path):
+        crc = zlib.crc32(chunk, crc)
+    return [path.stat().st_size, crc]
+
+
+def _chunks(path: Path) -> Iterator[memoryview]:
+    """Yield the bytes of a file in parts of CHUNK bytes, each of which is valid until the next one is asked for."""
     buffer = memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
-        # readinto returns 0 at the end.
-        for count in iter(partial(file.readinto, buffer), 0):
-            crc = zlib.crc32(buffer[:count], crc)
-    return [path.stat().st_size, crc]
+        while True:
+            count = file.readinto(buffer)
+            if not count:
+                return
+            yield buffer[:count]
 
 
 def file_digest(path: Path, digests_file: Path | None = None) -> str:
@@ -195,14 +204,15 @@ class _Memory:
         with self._reading.setdefault(path, threading.Lock()):
             try:
                 status = file.stat()
-                entry = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+                state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
                 for known in (self._entries.get(path), stored.get(path)):
-                    if isinstance(known, list) and known[:-1] == entry and isinstance(known[-1], str):
+                    # Another program may have written the file of stored ones.
+                    if isinstance(known, list) and known[:-1] == state and isinstance(known[-1], str):
                         return known[-1]
                 digest = _computed_digest(file, stopped)
             except OSError as error:
                 raise UserError(f"{in_one_line(file)} cannot be read: {error.strerror}") from error
-            self._entries[path] = [*entry, digest]
+            self._entries[path] = [*state, digest]
             return digest
 
 
@@ -218,7 +228,11 @@ def _memory_at(file: Path | None) -> _Memory:
 
 
 def _resolved(files: dict[str, Path]) -> dict[str, Path]:
-    return {name: Path(path).resolve() for name, path in files.items()}
+    """Return files by their names with absolute paths, in which no link is left."""
+    resolved = {}
+    for name, path in files.items():
+        resolved[name] = Path(path).resolve()
+    return resolved
 
 
 def _compute(
@@ -234,13 +248,10 @@ def _compute(
 
 
 def _computed_digest(file: Path, stopped: threading.Event) -> str:
-    """Return the digest of a file's bytes. Large chunks: other threads may run while one is read or hashed."""
+    """Return the digest of a file's bytes. Raise _Stopped once nobody waits for it any more."""
     digest = hashlib.blake2b(digest_size=16)
-    buffer = memoryview(bytearray(CHUNK))
-    with file.open("rb", buffering=0) as stream:
-        # readinto returns 0 at the end.
-        for count in iter(partial(stream.readinto, buffer), 0):
-            if stopped.is_set():
-                raise _Stopped
-            digest.update(buffer[:count])
+    for chunk in _chunks(file):
+        if stopped.is_set():
+            raise _Stopped
+        digest.update(chunk)
     return digest.hexdigest()

@@ -20,7 +20,8 @@ def quoted(value: object) -> str:
     """Return the repr of a value in one line, shortened in its middle."""
     try:
         return _SHORT.repr(value).replace("\n", " ")
-    except ValueError:  # Python writes out no more than 4300 digits
+    except ValueError:
+        # Python writes out no more than 4300 digits.
         return "a number of thousands of digits"
 
 

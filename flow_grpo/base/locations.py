@@ -10,8 +10,10 @@ PACKAGE = Path(__file__).parents[1]
 # Where scripts/, config/ and dataset/ lie: the checkout, or what an installed package carries of it.
 _IS_CHECKOUT = (PACKAGE.parent / "config" / "grpo.py").is_file()
 ROOT = PACKAGE.parent if _IS_CHECKOUT else PACKAGE / "assets"
-TOOLS = "check_parity", "convert_lora", "split_prompts"  # of those in tools/, what a user of an installed package needs
-LORA_FILES = "pytorch_lora_weights.safetensors", "adapter_model.safetensors"  # of diffusers and of peft
+# Of those in tools/, what a user of an installed package needs.
+TOOLS = ("check_parity", "convert_lora", "split_prompts")
+# Of diffusers and of peft.
+LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # OWNER/NAME
 
 
