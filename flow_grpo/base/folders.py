@@ -346,6 +346,13 @@ def record_of(kind: type[Record], fields: dict[str, Any], path: Path) -> Record:
     return record
 
 
+def record_within(kind: type[Record], stored: dict[str, Any], path: Path) -> Record:
+    """Return the record among the entries of a JSON file, which has others, too; an older version wrote fewer. Raise
+    UserError as `record_of`."""
+    fields = {name: stored[name] for name in get_type_hints(kind) if name in stored}
+    return record_of(kind, fields, path)
+
+
 def _has_type(value: Any, annotation: Any) -> bool:
     """Return whether a JSON value is what a record's annotation says."""
     origin = get_origin(annotation)

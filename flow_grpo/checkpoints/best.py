@@ -23,12 +23,23 @@ STATE = "checkpoint"
 RESULTS = ("value", "figures")
 # Fields that two evaluations must share for their values to be compared.
 MEASURED_BY = (
-    *("split", "num_prompts", "noises_per_prompt", "num_steps", "guidance_scale", "best_by"),
-    *("height", "width", "frames", "vae_precision", "weights", "solver"),
+    "split",
+    "num_prompts",
+    "noises_per_prompt",
+    "num_steps",
+    "guidance_scale",
+    "best_by",
+    "height",
+    "width",
+    "frames",
+    "vae_precision",
+    "weights",
+    "solver",
 )
 
-# Inputs of older files that hold more than what decides figures -> what is compared where both evaluations have it.
-MORE_THAN_DECIDES = {
+# Inputs of older files that hold more than what decides figures -> the input that is compared in their place where both
+# evaluations name it.
+REPLACED_INPUTS = {
     "dataset": "evaluated prompts",
     "sources": "evaluated sources",
     "reward.args": "options of rewards",
@@ -60,12 +71,16 @@ class Evaluation:
 
     def comparable(self, other: "Evaluation") -> bool:
         """Return whether the two values were measured alike, as far as is known."""
-        if any(getattr(self, name) != getattr(other, name) for name in MEASURED_BY):
-            return False
+        for name in MEASURED_BY:
+            if getattr(self, name) != getattr(other, name):
+                return False
         # An older file names fewer inputs. What only one of the two names cannot be compared.
         common = self.inputs.keys() & other.inputs.keys()
-        common -= {older for older, younger in MORE_THAN_DECIDES.items() if younger in common}
-        return all(self.inputs[name] == other.inputs[name] for name in common)
+        for name in common:
+            is_replaced = REPLACED_INPUTS.get(name) in common
+            if not is_replaced and self.inputs[name] != other.inputs[name]:
+                return False
+        return True
 
 
 class Restored(NamedTuple):
@@ -97,14 +112,18 @@ def improves(evaluation: Evaluation, best: Evaluation | None) -> bool:
 def find_best(run_folder: Path) -> Path | None:
     """Return the complete folder of the best evaluation, or None if there is none."""
     folder = run_folder / NAME
-    candidates = (folder, folders.replaced_at(folder))
-    return next((path for path in candidates if (path / FILE).is_file()), None)
+    for path in (folder, folders.replaced_at(folder)):
+        if (path / FILE).is_file():
+            return path
+    return None
 
 
 def read_best(run_folder: Path) -> Evaluation | None:
     """Return the best evaluation, or None if there is none. Raises UserError for a file that no run has written."""
     folder = find_best(run_folder)
-    return folders.read_record(Evaluation, folder / FILE) if folder else None
+    if folder is None:
+        return None
+    return folders.read_record(Evaluation, folder / FILE)
 
 
 def caution(weights: Path) -> str:
@@ -139,10 +158,11 @@ def restore_best(run_folder: Path, checkpoint: Path, wanted: Evaluation, before:
             older version wrote the checkpoint.
     """
     best, notice = distributed.on_main(_fit, run_folder, checkpoint, wanted.epoch)
+    since = wanted.since
     if before and not before.comparable(wanted):
         since = wanted.epoch
-    else:
-        since = max(wanted.since, best.since if best else 0)
+    elif best:
+        since = max(since, best.since)
     if best is None or best.comparable(wanted):
         return Restored(best, since, notice)
     aside = distributed.on_main(_set_aside, run_folder, f"{NAME}_epoch_{best.epoch:06d}")
@@ -170,6 +190,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _write_evaluation(folder: Path, evaluation: Evaluation) -> None:
+    """Write evaluation.json, and the checksums of all files in a folder."""
     (folder / FILE).write_text(json.dumps(asdict(evaluation), indent=2) + "\n")
     checksums.write_checksums(folder)
 
@@ -179,19 +200,22 @@ def _fit(run_folder: Path, checkpoint: Path, epoch: int) -> tuple[Evaluation | N
     folder = run_folder / NAME
     stored = checkpoint / NAME
     folders.recover(folder)
-    best, damage = _inspect(folder)
-    if best and best.epoch <= epoch:
-        return best, ""
+    present, damage = _inspect(folder)
+    if present and present.epoch <= epoch:
+        return present, ""
     best, damage_of_stored = _inspect(stored)
     if best:
         with folders.published(folder, replaces=True) as scratch:
             _copy(stored, scratch)
         return best, ""
-    if not damage_of_stored and not damage:
-        if folder.exists():
-            folders.remove(folder)
+    if damage_of_stored:
+        sentence = f"{stored} is damaged: {damage_of_stored}"
+    elif damage:
+        sentence = f"{folder} is damaged: {damage}"
+    else:
+        # Until the checkpoint nothing was evaluated; what is there is of a later epoch.
+        folders.remove(folder)
         return None, ""
-    sentence = f"{stored if damage_of_stored else folder} is damaged: {damage_of_stored or damage}"
     # Damaged weights may still be of use to their owner, so they are set aside and not removed.
     if folder.exists():
         sentence += f"; {folder} is now {_set_aside(run_folder, f'{NAME}_damaged')}"
@@ -210,4 +234,5 @@ def _inspect(folder: Path) -> tuple[Evaluation | None, str]:
 
 def _set_aside(run_folder: Path, name: str) -> Path:
     """Rename the folder to `name`, or to name-2, name-3 and so on if that is taken; return its new path."""
-    return (run_folder / NAME).replace(folders.make_new_folder(run_folder / name))
+    new_folder = folders.make_new_folder(run_folder / name)
+    return (run_folder / NAME).replace(new_folder)

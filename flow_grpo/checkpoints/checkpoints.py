@@ -31,6 +31,8 @@ NAME = r"epoch_(\d+)"
 
 
 class Progress(NamedTuple):
+    """How far a run has come, and what it decides by that is no tensor."""
+
     epoch: int  # epochs completed
     step: int  # optimizer steps taken
     learning_rate_factor: float = 1.0  # of the configured one
@@ -122,9 +124,13 @@ def without_missing(state: dict[str, Tensor], checkpoint: Path) -> dict[str, Ten
 
     Weights, averages and optimizer state stay even if they are not stored, so that `load` refuses such a checkpoint.
     """
-    stays = ("model/", "optimizer/", "ema/")
+    required = ("model/", "optimizer/", "ema/")
     stored = shards.read_index(checkpoint / STATE)
-    return {name: tensor for name, tensor in state.items() if name in stored or name.startswith(stays)}
+    wanted = {}
+    for name, tensor in state.items():
+        if name in stored or name.startswith(required):
+            wanted[name] = tensor
+    return wanted
 
 
 def stored_names(checkpoint: Path, prefix: str) -> list[str]:
@@ -138,9 +144,7 @@ def read_progress(checkpoint: Path) -> Progress:
     stored = folders.read_json(path)
     if stored.get("format") != FORMAT:
         raise UserError(f"{path} has the format {stored.get('format')!r}; this version reads {FORMAT}")
-    # The file has more than these fields, and an older version wrote fewer.
-    fields = {name: stored[name] for name in Progress._fields if name in stored}
-    return folders.record_of(Progress, fields, path)
+    return folders.record_within(Progress, stored, path)
 
 
 def choose(path: Path | str) -> tuple[Path | None, list[str]]:
@@ -187,6 +191,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def _make_scratch(path: Path) -> Path:
+    """Undo what a kill has left half done at a path, and make the folder that is to take its place."""
     folders.recover(path)
     scratch = folders.scratch_beside(path)
     scratch.mkdir(parents=True)
@@ -194,6 +199,7 @@ def _make_scratch(path: Path) -> Path:
 
 
 def _write_records(folder: Path, progress: Progress, config: dict[str, Any]) -> None:
+    """Write the files of a checkpoint that are no tensors, the checksums of all last."""
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     stored = {"format": FORMAT, **progress._asdict(), "torch": torch.__version__}
     (folder / "progress.json").write_text(json.dumps(stored))

@@ -43,7 +43,10 @@ def _save_lora(pipeline: Any, folder: Path | str, weights: dict[str, Tensor], dt
         factor = scale if ".lora_B." in name else 1.0
         layers[name] = (weight * factor).to(dtype)
     settings["lora_alpha"] = settings["r"]
+    metadata = {}
     precision = quantisation.precision_of(pipeline.transformer)
+    if precision:
+        metadata["base_precision"] = precision
     # A set has no order in JSON: equal adapters would make files of different bytes.
     for key, value in settings.items():
         if isinstance(value, set):
@@ -55,7 +58,7 @@ def _save_lora(pipeline: Any, folder: Path | str, weights: dict[str, Tensor], dt
             transformer_lora_layers=layers,
             transformer_lora_adapter_metadata=settings,
         )
-        _complete_header(scratch, {"base_precision": precision} if precision else {})
+        _complete_header(scratch, metadata)
 
 
 def strength(folder: Path) -> float:

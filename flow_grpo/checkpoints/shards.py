@@ -38,16 +38,7 @@ class Part(NamedTuple):
 
 def write_tensors(state: dict[str, Tensor], folder: Path) -> None:
     """Write this rank's part of `state`."""
-    files: list[dict[str, fsdp_utils.Rows]] = []
-    # Size of the last file. It is full, so that the first tensor begins a file.
-    file_bytes = FILE_BYTES
-    for name, rows in _rows_to_write(state).items():
-        file_bytes += rows.tensor.nbytes
-        if file_bytes > FILE_BYTES:
-            files.append({})
-            file_bytes = rows.tensor.nbytes
-        files[-1][name] = rows
-    for number, parts in enumerate(files):
+    for number, parts in enumerate(_divided_by_file(_rows_to_write(state))):
         tensors = {}
         cut = {}
         for name, rows in parts.items():
@@ -56,6 +47,19 @@ def write_tensors(state: dict[str, Tensor], folder: Path) -> None:
                 cut[name] = [rows.first, len(state[name])]
         path = folder / f"rank_{distributed.rank():04d}_{number:04d}.safetensors"
         save_file(tensors, path, {"rows": json.dumps(cut)})
+
+
+def _divided_by_file(rows_to_write: dict[str, fsdp_utils.Rows]) -> list[dict[str, fsdp_utils.Rows]]:
+    """Return the rows of each file: as many tensors as fit into FILE_BYTES, in their order, at least one."""
+    files: list[dict[str, fsdp_utils.Rows]] = []
+    file_bytes = 0  # of the last file
+    for name, rows in rows_to_write.items():
+        if not files or file_bytes + rows.tensor.nbytes > FILE_BYTES:
+            files.append({})
+            file_bytes = 0
+        files[-1][name] = rows
+        file_bytes += rows.tensor.nbytes
+    return files
 
 
 def _rows_to_write(state: dict[str, Tensor]) -> dict[str, fsdp_utils.Rows]:
@@ -81,11 +85,16 @@ def read_index(folder: Path) -> dict[str, Kind]:
     num_rows: Counter[str] = Counter()
     for part in _parts(folder):
         index[part.name] = part.whole
-        num_rows[part.name] += part.shape[0] if part.shape else 1
+        num_rows[part.name] += _num_rows(part.shape)
     for name, (_, shape) in index.items():
-        if num_rows[name] != (shape[0] if shape else 1):
+        if num_rows[name] != _num_rows(shape):
             raise UserError(f"{folder} does not hold all rows of {name}, each once")
     return index
+
+
+def _num_rows(shape: tuple[int, ...]) -> int:
+    """Return the rows of a tensor; a number, which has no shape, counts as one."""
+    return shape[0] if shape else 1
 
 
 def _parts(folder: Path) -> Iterator[Part]:
@@ -108,17 +117,23 @@ def _part_of(name: str, rows: Any, table: dict[str, list[int]]) -> Part:
     if name in table:
         first, num_rows = table[name]
         whole = (num_rows, *shape[1:])
-    return Part(name, rows, first, shape, (DTYPES[rows.get_dtype()], whole))
+    dtype = DTYPES[rows.get_dtype()]
+    return Part(name, rows, first, shape, (dtype, whole))
 
 
 @torch.no_grad()
 def read_tensors(state: dict[str, Tensor], folder: Path, exact: bool) -> None:
     """Fill `state`; each rank reads its own rows. Raises UserError for other tensors, or more of them if `exact`."""
-    stored = {name: kind for name, kind in read_index(folder).items() if exact or name in state}
+    stored = read_index(folder)
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-    if stored != wanted:
-        names = sorted({name for name, _ in stored.items() ^ wanted.items()})
-        raise UserError(f"{folder} does not fit this run: {len(names)} tensors differ: {', '.join(names[:8])}")
+    differences = []
+    for name in sorted(stored.keys() | wanted.keys()):
+        is_ignored = name not in wanted and not exact
+        if stored.get(name) != wanted.get(name) and not is_ignored:
+            differences.append(name)
+    if differences:
+        names = ", ".join(differences[:8])
+        raise UserError(f"{folder} does not fit this run: {len(differences)} tensors differ: {names}")
     for part in _parts(folder):
         if part.name in state:
             _fill(fsdp_utils.rows_of(state[part.name]), part)

@@ -132,9 +132,7 @@ def last_start(run_folder: Path) -> Start | None:
     entries = starts(run_folder)
     if not entries:
         return None
-    # An entry has more than these fields, and an older version noted fewer.
-    fields = {name: entries[-1][name] for name in Start._fields if name in entries[-1]}
-    return folders.record_of(Start, fields, run_folder / FILE)
+    return folders.record_within(Start, entries[-1], run_folder / FILE)
 
 
 def parent(run_folder: Path) -> Parent | None:
