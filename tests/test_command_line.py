@@ -165,7 +165,8 @@ def test_smoke_leaves_out_watched_rewards_that_are_not_here_and_what_is_said_of_
     assert "smoke replaces eval.best_by aesthetic by avg" in lines
     assert any(line.startswith("smoke replaces eval.rewards ('aesthetic', ") for line in lines)
     # What the command line names is asked as the file says.
-    for named in ("--config.reward_fn.pickscore=1", "--config.eval.rewards=ocr,pickscore"):
+    watched = ("--config.eval.rewards=ocr,pickscore", "--config.eval.rewards=('ocr', 'pickscore')")
+    for named in ("--config.reward_fn.pickscore=1", *watched):
         config = command_line.config_of([f"--config={file}:mine,smoke", named], DEFAULT)
         assert config.reward.args.to_dict() == {"pickscore": {"url": "http://127.0.0.1:1"}}
 

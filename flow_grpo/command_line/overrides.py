@@ -3,7 +3,7 @@
 import ast
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -16,8 +16,8 @@ FORMS = "write --config FILE:NAME,VARIANT or --config.KEY=VALUE"
 
 
 def config_of(arguments: Sequence[str], default: str) -> ConfigDict:
-    """The config of a command line. Raises UserError: a word that means nothing, a setting that there is not (with the
-    nearest), a value of another type."""
+    """Return the config of a command line. Raises UserError: a word that means nothing, a setting that there is not
+    (with the nearest), a value of another type."""
     file, remaining = split(arguments, default)
     keys = keys_of(remaining)
     config = config_files.load(file)
@@ -60,7 +60,7 @@ def split(arguments: Sequence[str], default: str) -> tuple[str, list[str]]:
 
 
 def before_smoke(file: str) -> ConfigDict | None:
-    """The config of FILE:NAME,VARIANT,... without its variant smoke; None where it has none."""
+    """Return the config of FILE:NAME,VARIANT,... without its variant smoke; None where it has none."""
     path, name = config_files.parts(file)
     run, *variants = name.split(",")
     if "smoke" not in variants:
@@ -74,51 +74,68 @@ def _drop_stand_ins(config: ConfigDict, file: str, arguments: Sequence[str]) -> 
     before = before_smoke(file)
     if before is None:
         return
-    line = " ".join(arguments)
-    if re.search(r"--?config\.dataset[= ]", line):
-        config.text_tokens = before.text_tokens
+    assignments = list(_assignments(arguments))
+    watched = ""
+    for key, value in assignments:
+        if key == "dataset":
+            config.text_tokens = before.text_tokens
+        if key == "eval.rewards":
+            watched = value
     named = names_rewards(arguments)
     if named:
         wanted = {*before.reward_fn, *named}
         config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if name in wanted}
     for name, options in before.reward.args.items():
-        is_watched = re.search(rf"--?config\.eval\.rewards[= ]\S*\b{re.escape(name)}\b", line)
-        if name in named or is_watched:
+        if name in named or name in re.findall(r"\w+", watched):
             with config.unlocked():
                 config.reward.args[name] = options
 
 
+def _assignments(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield key and value of each --config.KEY=VALUE, or --config.KEY VALUE, of a command line."""
+    followers = [*arguments[1:], ""]
+    for word, follower in zip(arguments, followers):
+        match = re.fullmatch(r"--?config\.([\w.]*\w)(?:=(.*))?", word, re.DOTALL)
+        if match:
+            key, value = match.groups()
+            yield key, follower if value is None else value
+
+
 def names_rewards(arguments: Sequence[str]) -> list[str]:
-    """Rewards to which a command line gives a weight, one by one."""
-    weights = re.findall(r"--?config\.reward_fn\.(\w+)[= ](\S*)", " ".join(arguments))
-    return [name for name, weight in weights if _literal(weight) != 0]
+    """Return the rewards to which a command line gives a weight, one by one."""
+    names = []
+    for key, value in _assignments(arguments):
+        section, _, name = key.rpartition(".")
+        if section == "reward_fn" and _literal(value) != 0:
+            names.append(name)
+    return names
 
 
 def _add_rewards(config: ConfigDict, arguments: Sequence[str]) -> None:
     """Make room for rewards that the config file does not know: those of one's own, of a server, and their options."""
-    for word, following in zip(arguments, [*arguments[1:], ""]):
-        match = re.match(r"--?config\.(?:reward_fn\.(\w+)|reward\.args\.(\w+)\.(\w+))(?:=(.*))?$", word, re.DOTALL)
-        if match:
-            name, reward, option, value = match.groups()
-            with config.unlocked():
-                if name:
-                    config.reward_fn[name] = config.reward_fn.get(name, 0.0)
-                else:
-                    options = config.reward.args.get(reward, ConfigDict())
-                    config.reward.args[reward] = options
-                    options[option] = options.get(option, _literal(following if value is None else value))
+    for key, value in _assignments(arguments):
+        section, _, name = key.rpartition(".")
+        option_of = re.fullmatch(r"reward\.args\.(\w+)", section)
+        with config.unlocked():
+            if section == "reward_fn":
+                config.reward_fn[name] = config.reward_fn.get(name, 0.0)
+            elif option_of:
+                reward = option_of[1]
+                options = config.reward.args.get(reward, ConfigDict())
+                config.reward.args[reward] = options
+                options[name] = options.get(name, _literal(value))
 
 
 def _add_custom(config: ConfigDict, arguments: Sequence[str]) -> None:
     """Make room for settings of one's own that the config file has not set, unless one is a slip of one that it has."""
-    for word, following in zip(arguments, [*arguments[1:], ""]):
-        match = re.match(r"--?config\.custom\.(\w+)(?:=(.*))?$", word, re.DOTALL)
-        if match and match[1] not in config.custom:
-            name, value = match.groups()
-            if any(unknown_names.is_slip(name, known) for known in config.custom):
-                raise UserError(unknown_names.answer(f"custom.{name}", table.flat(config)))
-            with config.unlocked():
-                config.custom[name] = _literal(following if value is None else value, tuple)
+    for key, value in _assignments(arguments):
+        section, _, name = key.rpartition(".")
+        if section != "custom" or name in config.custom:
+            continue
+        if any(unknown_names.is_slip(name, known) for known in config.custom):
+            raise UserError(unknown_names.answer(f"custom.{name}", table.flat(config)))
+        with config.unlocked():
+            config.custom[name] = _literal(value, tuple)
 
 
 def _literal(text: str, *types: type) -> bool | int | float | str | tuple:
@@ -131,7 +148,9 @@ def _literal(text: str, *types: type) -> bool | int | float | str | tuple:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-    return value if isinstance(value, (bool, int, float, *types)) else text
+    if isinstance(value, (bool, int, float, *types)):
+        return value
+    return text
 
 
 def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
@@ -152,10 +171,9 @@ def _override(config: ConfigDict, arguments: Sequence[str]) -> None:
         raise UserError(str(error)) from error
     if not_flags:
         word = not_flags[0]
-        key = ""
-        if "=" in word:
-            key = word.partition("=")[0].lstrip("+")
-        raise UserError(_meaningless(f"{word!r} on the command line", key))
+        # Other programs take KEY=VALUE, or +KEY=VALUE.
+        key, equals_sign, _ = word.partition("=")
+        raise UserError(_meaningless(f"{word!r} on the command line", key.lstrip("+") if equals_sign else ""))
 
 
 def _names_as_tuples(arguments: Sequence[str]) -> list[str]:
@@ -178,6 +196,10 @@ def _names_as_tuples(arguments: Sequence[str]) -> list[str]:
 
 
 def _meaningless(what: str, key: str) -> str:
-    """Sentence that refuses a word; if it is another program's setting, with the setting that has its part here."""
+    """Return a sentence that refuses a word; if `key` is another program's setting, with the one that has its part
+    here."""
+    sentence = f"{what} means nothing: {FORMS}"
     advice = unknown_names.of_other_program(key) if key else ""
-    return f"{what} means nothing: {FORMS}" + (f"; {advice}" if advice else "")
+    if advice:
+        sentence += f"; {advice}"
+    return sentence
