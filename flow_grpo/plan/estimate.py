@@ -143,7 +143,9 @@ def _number_bytes(config: Config) -> int:
 def _share(config: Config) -> float:
     """Share of the weights that lies on each of config.dry_run GPUs."""
     is_sharded = config.fsdp.mode != "replicate"
-    return 1 / config.dry_run if is_sharded and config.dry_run else 1.0
+    if is_sharded and config.dry_run:
+        return 1 / config.dry_run
+    return 1.0
 
 
 def _state_bytes(config: Config) -> int:
@@ -247,6 +249,7 @@ def _passes(config: Config, rates: Rates) -> float:
 
 
 def _fast_factor(config: Config, rollout_weights: str, rates: Rates) -> float:
+    """Factor of the time of a forward without a log-prob, by the weights that it takes."""
     factor = 1.0
     if config.lora.rank and "merged" not in rollout_weights:
         factor *= rates.adapter
@@ -256,6 +259,7 @@ def _fast_factor(config: Config, rollout_weights: str, rates: Rates) -> float:
 
 
 def _weights_ms(config: Config, rates: Rates) -> float:
+    """Milliseconds of each forward per billion weights, by the precision in which they are kept."""
     if config.base_precision == "fp8_weights":
         return rates.ms_fp8_weights
     if config.base_precision == "nf4":

@@ -65,9 +65,10 @@ def count(
         fields[name] = torch.empty(1, *shape, dtype=dtype, device=META)
     latents = fields.pop("latents")
 
-    units = [module for module in transformer.modules() if type(module).__name__ in model.SHARD_UNITS]
     blocks = _Blocks()
-    hooks = [unit.register_forward_pre_hook(blocks.enter, with_kwargs=True) for unit in units]
+    hooks = []
+    for block in _blocks_of(transformer, type(model)):
+        hooks.append(block.register_forward_pre_hook(blocks.enter, with_kwargs=True))
     products = _Products()
     with torch.no_grad(), _Attention(products), products:
         empty.forward(latents, torch.empty(1, device=META), Condition(**fields), 1.0, size)
@@ -93,8 +94,13 @@ def model_size(transformer: nn.Module, lora: Lora, family: type[FlowModel], widt
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             trained += parameter.numel()
-    units = [module for module in transformer.modules() if type(module).__name__ in family.SHARD_UNITS]
-    return ModelSize(weights, adapted, trained, len(units), width)
+    num_blocks = len(_blocks_of(transformer, family))
+    return ModelSize(weights, adapted, trained, num_blocks, width)
+
+
+def _blocks_of(transformer: nn.Module, family: type[FlowModel]) -> list[nn.Module]:
+    """Return the blocks of a transformer, as the model's class names them."""
+    return [module for module in transformer.modules() if type(module).__name__ in family.SHARD_UNITS]
 
 
 class _Blocks:
@@ -105,6 +111,7 @@ class _Blocks:
         self.width = 0
 
     def enter(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Add what a block is called with; a hook of its forward."""
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point():
                 self.numbers += value.numel()
@@ -144,8 +151,12 @@ class _Attention(TorchFunctionMode):
         return self._attention(*args, **kwargs)
 
     def _attention(self, query: Tensor, key: Tensor, value: Tensor, *mask_and_more: Any, **options: Any) -> Tensor:
-        num_scores = math.prod(query.shape[:-1]) * key.shape[-2]
-        self.products.flops += 2 * num_scores * (query.shape[-1] + value.shape[-1])
-        result = query.new_empty(*query.shape[:-1], value.shape[-1])
+        """Return an empty result of attention [..., L, D], and count its two products: of scores, and of values."""
+        query_width = query.shape[-1]
+        value_width = value.shape[-1]
+        num_queries = math.prod(query.shape[:-1])
+        num_scores = num_queries * key.shape[-2]
+        self.products.flops += 2 * num_scores * (query_width + value_width)
+        result = query.new_empty(*query.shape[:-1], value_width)
         self.products.numbers += result.numel()
         return result
