@@ -1,12 +1,12 @@
 """Alerts to somebody who does not watch a run: of an alarm, of its end and of a crash, sent as config.alert says."""
 
-import os
 import shlex
 import subprocess
 from collections.abc import Callable
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import in_one_line, quoted
+from flow_grpo.command_line import launcher
 
 TIMEOUT_S = 30
 
@@ -29,7 +29,7 @@ def send(alert: str, text: str) -> str:
     Args:
         alert: config.alert: "" = nobody, the name of a sender, or a command that gets the text as its last argument.
     """
-    if not alert or os.environ.get("RANK", "0") != "0":
+    if not alert or not launcher.is_main():
         return ""
     line = in_one_line(text)
     try:
@@ -38,7 +38,8 @@ def send(alert: str, text: str) -> str:
         elif alert != "wandb":
             subprocess.run([*shlex.split(alert), line], timeout=TIMEOUT_S, check=True, capture_output=True)
     except subprocess.SubprocessError as error:
-        return f"config.alert failed: {shlex.split(alert)[0]} {_command_error(error)}"
+        program = shlex.split(alert)[0]
+        return f"config.alert failed: {program} {_command_error(error)}"
     except Exception as error:
         return f"config.alert failed: {in_one_line(error)}"
     return ""

@@ -19,9 +19,12 @@ from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES, Object
 from flow_grpo.settings.sections import Config, Eval, Sample, Train
 from flow_grpo.settings.setting import FrozenDict, Setting
 
-OPEN_SECTIONS = ("custom.", "reward_fn.", "reward.args.")  # whose names are the user's
-MAX_WIDTHS = 32  # of text; with the update's and evaluation's graphs well below compilation.py's limit of 64
-BASES = {  # sample.rollout_weights -> the values of base_precision beneath it
+# Beginnings of keys whose ends are the user's own names.
+OPEN_SECTIONS = ("custom.", "reward_fn.", "reward.args.")
+# Of text. With the graphs of the update and of evaluations they stay well below the limit of compilation.py, 64.
+MAX_WIDTHS = 32
+# sample.rollout_weights -> the values of base_precision that it can be made of.
+BASES = {
     "exact": ("", "fp8_weights", "nf4"),
     "merged": ("",),
     "merged_fp8": ("", "fp8_weights"),
@@ -60,7 +63,8 @@ def check(editable: ConfigDict, script: Script) -> Config:
     _check_meaning(config)
     _check_speed(config)
     script.check(config.sample)
-    if not config.resume_from:  # a checkpoint may have what the config lacks, see run/resume.py
+    # A checkpoint may have what the config lacks, see run/resume.py.
+    if not config.resume_from:
         check_step_weight(config)
     return config
 
@@ -95,9 +99,11 @@ def _check_used(config: Config) -> None:
 
 def _check_loss(config: Config) -> None:
     """Refuse a setting that only another loss than the chosen one reads, and what that one cannot be trained with."""
-    reads = {name for record in (*OBJECTIVES.values(), *FORWARD_OBJECTIVES.values()) for name in record.reads}
+    read_by_some: set[str] = set()
+    for record in (*OBJECTIVES.values(), *FORWARD_OBJECTIVES.values()):
+        read_by_some.update(record.reads)
     for key, record in _chosen_losses(config.train, config.algorithm):
-        for name in sorted(reads - {*record.reads}):
+        for name in sorted(read_by_some.difference(record.reads)):
             value = table.value_of(config, f"train.{name}")
             if value != table.BY_KEY[f"train.{name}"].default:
                 chosen = table.value_of(config, f"train.{key}")
@@ -107,7 +113,8 @@ def _check_loss(config: Config) -> None:
 
 
 def _chosen_losses(train: Train, algorithm: str) -> Iterator[tuple[str, Objective]]:
-    """The chosen losses among those that an algorithm's script reads, with the last part of their setting's key."""
+    """Yield the chosen losses among those that an algorithm's script reads, after the last part of their setting's
+    key."""
     if algorithm in table.BY_KEY["train.objective"].used_by:
         yield "objective", OBJECTIVES[train.objective]
     if algorithm in table.BY_KEY["train.forward_objective"].used_by:
@@ -147,7 +154,8 @@ def _check_needs(config: Config | ConfigDict, setting: Setting, needs: tuple[tup
     """Refuse a setting that others make the run ignore; `needs` as in Setting.when."""
     for key, *values in needs:
         other = table.value_of(config, key)
-        if config.algorithm in table.BY_KEY[key].used_by and (other not in values if values else not other):
+        is_met = other in values if values else bool(other)
+        if config.algorithm in table.BY_KEY[key].used_by and not is_met:
             need = " or ".join(map(repr, values)) or "set"
             value = table.value_of(config, setting.key)
             raise UserError(
@@ -157,21 +165,12 @@ def _check_needs(config: Config | ConfigDict, setting: Setting, needs: tuple[tup
 
 def _check_meaning(config: Config) -> None:
     """Raise UserError for a value that its entry allows and that makes no sense, alone or beside others."""
-    name = config.run_name
-    path = PurePath(name)
-    if path.is_absolute() or ".." in path.parts or (name and not path.parts):
-        raise UserError(f"config.run_name is {quoted(name)}; it must be the name of a folder in config.output_dir")
+    _check_run_name(config.run_name)
     for key, pixels in (("height", config.height), ("width", config.width)):
         if pixels % 16:
             raise UserError(f"config.{key} is {pixels}; it must be a multiple of 16 pixels")
     _check_frames(config)
-    names = [*config.reward_fn, *config.eval.rewards]
-    chosen = config.eval.best_by
-    if not names_score(chosen, names):
-        raise UserError(
-            f"config.eval.best_by is {quoted(chosen)}; it may be 'avg', a reward that is measured "
-            f"({', '.join(names)}), or a figure of one, such as 'shapes_accuracy'"
-        )
+    _check_best_by(config.eval.best_by, [*config.reward_fn, *config.eval.rewards])
     if config.health.action == "roll_back" and not config.evaluates:
         raise UserError(
             f"config.health.action is 'roll_back', but with config.eval_freq {config.eval_freq} and "
@@ -186,6 +185,23 @@ def _check_meaning(config: Config) -> None:
     _check_schedule("old_decay_schedule", config.train.old_decay_schedule)
     if config.train.sampler_decay_schedule != -1:
         _check_schedule("sampler_decay_schedule", config.train.sampler_decay_schedule)
+
+
+def _check_run_name(name: str) -> None:
+    """Raise UserError unless a name is that of a folder in another one. "" is that of the config."""
+    path = PurePath(name)
+    is_nowhere = bool(name) and not path.parts
+    if path.is_absolute() or ".." in path.parts or is_nowhere:
+        raise UserError(f"config.run_name is {quoted(name)}; it must be the name of a folder in config.output_dir")
+
+
+def _check_best_by(chosen: str, measured_rewards: list[str]) -> None:
+    """Raise UserError unless evaluations measure the score that chooses the best policy."""
+    if not names_score(chosen, measured_rewards):
+        raise UserError(
+            f"config.eval.best_by is {quoted(chosen)}; it may be 'avg', a reward that is measured "
+            f"({', '.join(measured_rewards)}), or a figure of one, such as 'shapes_accuracy'"
+        )
 
 
 def _check_frames(config: Config) -> None:

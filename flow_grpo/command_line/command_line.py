@@ -24,7 +24,8 @@ from flow_grpo.diffusers_patch import registry
 from flow_grpo.settings.sections import Config
 
 LONGEST = 2000  # characters of a sentence
-TURN_S = 5.0  # other ranks wait this long before they print; when a machine's first one ends, torchrun ends them
+# Other ranks wait this long before they print. When a machine's first one ends, torchrun ends them.
+TURN_S = 5.0
 ANOTHER_RANK = "another rank has ended; what it said is above or below"
 
 
@@ -48,7 +49,7 @@ def parse(default: str, script: checks.Script | None = None, arguments: Sequence
             sys.stdout.write(f"{answer}\n")
             raise SystemExit(0)
         config = config_of(argv, default)
-        if os.environ.get("RANK", "0") == "0":
+        if launcher.is_main():
             lines = help_text.replaced(file, config, remaining)
             if config.dry_run and config.dry_run_format == "text":
                 lines.append(help_text.changed_settings(file, config))
@@ -87,7 +88,8 @@ def prepare_process() -> None:
     """Keep the terminal and the environment from ending this process later. Raise UserError for what only the user can
     mend."""
     terminal.protect()
-    os.environ["MPLBACKEND"] = "agg"  # which draws into files alone; the environment's may need a display, or be none
+    # It draws into files alone; the environment's may need a display, or be none.
+    os.environ["MPLBACKEND"] = "agg"
     if sys.flags.optimize > 1:
         raise UserError("diffusers and transformers need docstrings: run without -OO and PYTHONOPTIMIZE=2")
     _check_checkout()
@@ -128,7 +130,8 @@ def _check_places(config: Config, reads_dataset: bool) -> None:
         # A plan needs no more of a published model than its sizes, which are known.
         if not (config.dry_run and registry.published(config.model)):
             locations.check_hub_connection(config.model)
-    except OSError as error:  # a name that is too long, or a folder that nobody may look into
+    except OSError as error:
+        # A name that is too long, or a folder that nobody may look into.
         raise UserError(f"config.dataset, resume_from or model: {in_one_line(error)}") from error
 
 
@@ -138,7 +141,8 @@ def run(main: Callable[[ConfigDict], None], config: ConfigDict, after_stop: str 
     try:
         with sentences(after_stop):
             _run_until_signal(main, config)
-    except KeyboardInterrupt:  # it came while `sentences` dealt with another error, such as another rank's end
+    except KeyboardInterrupt:
+        # It came while `sentences` dealt with another error, such as another rank's end.
         raise _stopped(after_stop) from None
     except BaseException as error:
         problem = _tell(config, error)
@@ -155,7 +159,8 @@ def collect_rarely() -> None:
     """
     gc.freeze()
     young, older, _ = gc.get_threshold()
-    gc.set_threshold(young, older, 1000)  # 10 by default
+    # The third is 10 by default.
+    gc.set_threshold(young, older, 1000)
     gc.enable()
 
 
@@ -164,10 +169,11 @@ def _run_until_signal(main: Callable[[ConfigDict], None], config: ConfigDict) ->
     with signals.of_a_command():
         try:
             main(config)
-        except (signals.Interrupted, RuntimeError) as error:
-            # Another rank may have stopped first, while this one waited for it.
-            stopped = signals.received.number is not None and _is_of_another_rank(error)
-            if not stopped and not isinstance(error, signals.Interrupted):
+        except signals.Interrupted:
+            raise _ended_by_signal(config) from None
+        except RuntimeError as error:
+            # After a signal another rank may have stopped first, while this one waited for it.
+            if signals.received.number is None or not _is_of_another_rank(error):
                 raise
             raise _ended_by_signal(config) from None
 
@@ -175,7 +181,7 @@ def _run_until_signal(main: Callable[[ConfigDict], None], config: ConfigDict) ->
 def _ended_by_signal(config: ConfigDict) -> SystemExit:
     """Conclude the run and say how it goes on; an alert says so, too, unless the user has pressed Ctrl-C."""
     text = signals.received.conclude()
-    if os.environ.get("RANK", "0") == "0":
+    if launcher.is_main():
         _say(text)
     if signals.received.status == signals.STATUS:
         alerts.send(config.alert, f"{config.name} was {text}")
@@ -204,12 +210,16 @@ def sentences(after_stop: str = "") -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # Some libraries make another error of it.
         if isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt):
-            raise _stopped(after_stop) from None  # some libraries make another error of it
+            raise _stopped(after_stop) from None
         status = _status(error)
         if status is None:
             raise
-        _say(ANOTHER_RANK if _is_of_another_rank(error) else _with_way_on(error))
+        if _is_of_another_rank(error):
+            _say(ANOTHER_RANK)
+        else:
+            _say(_with_way_on(error))
         raise SystemExit(status) from error
 
 
@@ -234,7 +244,7 @@ def _resume_hint() -> str:
 def _stopped(after_stop: str) -> SystemExit:
     """Print once for all ranks that Ctrl-C stopped the process; a second Ctrl-C ends it at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if os.environ.get("RANK", "0") == "0":
+    if launcher.is_main():
         hint = after_stop or _resume_hint()
         _say(f"stopped by Ctrl-C; {hint}" if hint else "stopped by Ctrl-C")
     return SystemExit(128 + signal.SIGINT)
@@ -242,11 +252,12 @@ def _stopped(after_stop: str) -> SystemExit:
 
 def _say(text: str) -> None:
     """Print a sentence; of a machine's ranks that end for one reason, only the first gets to print."""
-    rank = os.environ.get("RANK", "0")
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(TURN_S)
-    who = Path(sys.argv[0]).name + (f", rank {rank}" if rank != "0" else "")
-    sys.stderr.write(f"{who}: {in_one_line(text, LONGEST)}\n")
+    speaker = Path(sys.argv[0]).name
+    if not launcher.is_main():
+        speaker += f", rank {launcher.rank_name()}"
+    sys.stderr.write(f"{speaker}: {in_one_line(text, LONGEST)}\n")
 
 
 def _status(error: BaseException) -> int | None:
@@ -259,7 +270,9 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_of_the_disk(error: BaseException) -> bool:
-    is_of_the_system = isinstance(error, OSError) or "(os error" in str(error)  # the latter is of safetensors
+    """Return whether an error says that a disk is full, broken or not to be written by this user."""
+    # safetensors raises errors of its own, which say "(os error NUMBER)".
+    is_of_the_system = isinstance(error, OSError) or "(os error" in str(error)
     return is_of_the_system and folders.is_disk_error(error)
 
 

@@ -14,24 +14,34 @@ from flow_grpo.command_line import overrides
 from flow_grpo.settings import config_files, table
 
 WIDTH = 120  # characters of a line
-# What the variant smoke says that it replaces.
+# Settings of which a smoke run says that it replaces them.
 REPLACED_BY_SMOKE = (
-    *("model", "dataset", "reward_fn", "eval.rewards", "eval.best_by"),
-    *("height", "width", "frames", "precision"),
+    "model",
+    "dataset",
+    "reward_fn",
+    "eval.rewards",
+    "eval.best_by",
+    "height",
+    "width",
+    "frames",
+    "precision",
 )
 HIDDEN = ("name", "dry_run")  # settings that say nothing of the experiment
-SECTIONS = {section or "config": section for section in table.SECTIONS}  # as they are typed
+# Name of a section on the command line -> its name in the table.
+SECTIONS = {section or "config": section for section in table.SECTIONS}
 
 
 def answer(arguments: Sequence[str], file: str, default: str) -> str:
-    """The answer to a command line that asks for one; "" for one that starts a run. `file` is what it names, or
+    """Return the answer to a command line that asks for one; "" for one that starts a run. `file` is what it names, or
     `default`. Raises UserError: --help names a section that there is not, or --list a file that has no list."""
     if "--list" in arguments:
         return _list(file)
     for index, word in enumerate(arguments):
         if word in ("-h", "--help"):
             sections = arguments[index + 1 :]
-            return "\n".join(map(_section, sections)) if sections else _help(default)
+            if not sections:
+                return _help(default)
+            return "\n".join(map(_section, sections))
     return ""
 
 
@@ -49,12 +59,15 @@ def _help(default: str) -> str:
 
 
 def _section(name: str) -> str:
-    """The settings of a section, or one setting."""
+    """Return the settings of a section, or one setting."""
     name = name.removeprefix("config.")
     chosen = [setting for setting in table.SETTINGS if setting.key == name or setting.section == SECTIONS.get(name)]
     if not chosen:
         raise UserError(f"--help {quoted(name)}: there is no such section or setting; sections: {', '.join(SECTIONS)}")
-    lines = [f"\n{name}: {table.SECTIONS[SECTIONS[name]]}"] if name in SECTIONS else []
+    lines = []
+    if name in SECTIONS:
+        title = table.SECTIONS[SECTIONS[name]]
+        lines.append(f"\n{name}: {title}")
     for setting in chosen:
         meaning = textwrap.fill(setting.description(), WIDTH, initial_indent="    ", subsequent_indent="    ")
         lines += ["", f"--config.{setting.key}={setting.default!r}", meaning]
@@ -62,25 +75,31 @@ def _section(name: str) -> str:
 
 
 def _list(file: str) -> str:
-    """Runs and variants of a config file, with the first paragraph of what they say of themselves."""
+    """Return the runs and variants of a config file, with the first paragraph of what they say of themselves."""
     file, _ = config_files.parts(file)
     path = config_files.find(file)
     module = config_files.module_of(path)
-    parts = []
-    for title, name in (("runs", "RUNS"), ("variants, of any of them: NAME,VARIANT,...", "VARIANTS")):
-        functions = getattr(module, name, ())
-        names = [function.__name__ for function in functions]
-        column = 4 + max(map(len, names), default=0)
-        parts += ["", f"{path}, {title}"]
-        parts += [_entry(function, column) for function in functions]
-    if len(parts) == 4:
+    runs = getattr(module, "RUNS", ())
+    variants = getattr(module, "VARIANTS", ())
+    if not runs and not variants:
         raise UserError(f"--list: {path} has no RUNS and no VARIANTS; docs/howto/own_config.md shows a whole file")
-    return "\n".join(parts)
+    lines = ["", f"{path}, runs", *_entries(runs)]
+    lines += ["", f"{path}, variants, of any of them: NAME,VARIANT,...", *_entries(variants)]
+    return "\n".join(lines)
+
+
+def _entries(functions: Sequence[Callable]) -> list[str]:
+    """Return an entry for each run or variant, whose paragraphs begin in one column."""
+    names = [function.__name__ for function in functions]
+    column = 4 + max(map(len, names), default=0)
+    return [_entry(function, column) for function in functions]
 
 
 def _entry(function: Callable, column: int) -> str:
     """Return the name of a run or variant, and its first paragraph from a column on."""
-    paragraph = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+    docstring = inspect.getdoc(function) or ""
+    first_paragraph, *_ = docstring.split("\n\n")
+    paragraph = " ".join(first_paragraph.split())
     name = f"  {function.__name__}".ljust(column)
     return textwrap.fill(paragraph, WIDTH, initial_indent=name, subsequent_indent=" " * column)
 
@@ -93,22 +112,11 @@ def origins(file: str, config: ConfigDict) -> dict[str, str]:
         file: FILE:NAME,VARIANT,... of the command line.
         config: the final one, with the command line's changes.
     """
-    path, names = config_files.parts(file)
-    stages = [("the default", table.default_config())]
-    if names:
-        # NAME, then NAME,VARIANT and so on: each differs from the one before by what its last word sets.
-        name_and_variants = names.split(",")
-        for count, word in enumerate(name_and_variants, start=1):
-            stages.append((word, config_files.load(f"{path}:{','.join(name_and_variants[:count])}")))
-    else:
-        stages.append((path, config_files.load(path)))
-    stages.append(("the command line", config))
-
     set_by = {}
-    default = table.flat(stages[0][1])
+    default = table.flat(table.default_config())
     before = default
-    for stage, values in stages[1:]:
-        after = table.flat(values)
+    for stage, stage_config in [*_stages(file), ("the command line", config)]:
+        after = table.flat(stage_config)
         for key, value in after.items():
             if value != before.get(key):
                 set_by[key] = stage
@@ -123,15 +131,28 @@ def origins(file: str, config: ConfigDict) -> dict[str, str]:
     return changed
 
 
+def _stages(file: str) -> list[tuple[str, ConfigDict]]:
+    """Return the words of FILE:NAME,VARIANT,..., or FILE where it names no run, each with the config up to it."""
+    path, names = config_files.parts(file)
+    if not names:
+        return [(path, config_files.load(path))]
+    stages = []
+    words_so_far = []
+    for word in names.split(","):
+        words_so_far.append(word)
+        stages.append((word, config_files.load(f"{path}:{','.join(words_so_far)}")))
+    return stages
+
+
 def changed_settings(file: str, config: ConfigDict) -> str:
-    """Every setting whose value is not the default, and what has set it. Arguments as of `origins`."""
+    """List every setting whose value is not the default, and what has set it. Arguments as of `origins`."""
     default = table.flat(table.default_config())
     values = table.flat(config)
-    lines = [
-        f"  {f'{key} = {values[key]!r}':<64}  {stage}; the default is {default.get(key)!r}"
-        for key, stage in origins(file, config).items()
-    ]
-    return "\n".join(["settings that are not the defaults:", *lines])
+    lines = ["settings that are not the defaults:"]
+    for key, stage in origins(file, config).items():
+        value = f"{key} = {values[key]!r}"
+        lines.append(f"  {value:<64}  {stage}; the default is {default.get(key)!r}")
+    return "\n".join(lines)
 
 
 def replaced(file: str, config: ConfigDict, arguments: Sequence[str] = ()) -> list[str]:
@@ -148,21 +169,24 @@ def replaced(file: str, config: ConfigDict, arguments: Sequence[str] = ()) -> li
         was = table.value_of(before, key)
         stand_in = table.value_of(smoke, key)
         value = table.value_of(now, key)
-        overridden = value != stand_in  # by the command line, which has the last word
-        if stand_in != was and not overridden:
+        # The command line has the last word.
+        is_overridden = value != stand_in
+        if stand_in != was and not is_overridden:
             lines.append(f"smoke replaces {key} {was} by {value}")
     if overrides.names_rewards(arguments):
-        left_out = [name for name in before["reward_fn"] if name not in now["reward_fn"]]
-        lines += [
-            f"smoke leaves out the reward {name}, which needs weights of the hub or a server" for name in left_out
-        ]
+        for name in before["reward_fn"]:
+            if name not in now["reward_fn"]:
+                lines.append(f"smoke leaves out the reward {name}, which needs weights of the hub or a server")
     return lines
 
 
 def culprit(error: UserError, file: str, config: ConfigDict) -> str:
     """Name what has set a setting that an error names, unless it is the command line; "" if there is nothing to say."""
-    stages = origins(file, config)
+    set_by = origins(file, config)
     for key in re.findall(r"config\.([\w.]*\w)", str(error)):
-        if key in stages:
-            return "" if stages[key] == "the command line" else f"; {stages[key]} has set {key}"
+        if key not in set_by:
+            continue
+        if set_by[key] == "the command line":
+            return ""
+        return f"; {set_by[key]} has set {key}"
     return ""

@@ -10,8 +10,18 @@ WAY_OUT = "start with torchrun, which sets all of them, or unset RANK and WORLD_
 
 
 def world_size() -> int:
-    """How many ranks have been started; 1 without a launcher."""
+    """Return how many ranks have been started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_name() -> str:
+    """Return this process's number among the ranks, "0" without a launcher. It is text, which `check` may refuse."""
+    return os.environ.get("RANK", "0")
+
+
+def is_main() -> bool:
+    """Return whether this process speaks for all ranks."""
+    return rank_name() == "0"
 
 
 def check() -> None:
@@ -24,7 +34,7 @@ def check() -> None:
         missing = [name for name in ("WORLD_SIZE", *MEETING_PLACE) if name not in os.environ]
         if missing:
             raise UserError(f"RANK is set in the environment without {' and '.join(missing)}; {WAY_OUT}")
-        if int(os.environ["RANK"]) >= world_size():
-            raise UserError(f"RANK is {os.environ['RANK']}, but WORLD_SIZE is {world_size()}; {WAY_OUT}")
+        if int(rank_name()) >= world_size():
+            raise UserError(f"RANK is {rank_name()}, but WORLD_SIZE is {world_size()}; {WAY_OUT}")
     elif world_size() != 1:
         raise UserError(f"WORLD_SIZE is {world_size()} in the environment, but RANK is not set; {WAY_OUT}")

@@ -1,7 +1,6 @@
 """Start of a run: refuse everything that a user can get wrong, then load weights, then resume."""
 
 import math
-import os
 import stat
 import tempfile
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from flow_grpo.base import checksums, distributed, folders, locations, signals
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import quoted
 from flow_grpo.base.prompt import Prompt
-from flow_grpo.command_line import checks
+from flow_grpo.command_line import checks, launcher
 from flow_grpo.data import captioned_images, embedding_cache, prompts
 from flow_grpo.diffusers_patch import loading, model_classes, registry
 from flow_grpo.diffusers_patch.condition import Condition
@@ -150,7 +149,7 @@ def _planned(
 
 def _end_dry_run(experiment: Experiment, num_extra: int) -> NoReturn:
     """Say what the run would be, which keeps `num_extra` policies beside the trained one, and end the process."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if launcher.is_main():
         lines = dry_run.describe(experiment, num_extra)
         is_json = experiment.config.dry_run_format == "json"
         if not is_json:
@@ -187,7 +186,7 @@ def _plan_by_sizes(config: Config, script: checks.Script, stored_prompts: list[P
     published = published_without_files(config)
     if published is None:
         return
-    if int(os.environ.get("RANK", "0")) == 0:
+    if launcher.is_main():
         family = sketch.family_of(published)
         _check_family(config, family)
         run_prompts = _load_prompts(config, stored_prompts)
