@@ -111,6 +111,25 @@ def test_the_gradient_is_that_of_the_stored_weight(kind, tokens, compiled):
     assert all(p.grad is None for p in layer.parameters())
 
 
+def test_a_compiled_graph_keeps_no_unpacked_weight_for_the_backward():
+    """The stored one is a buffer, which is there anyway."""
+    layer = layer_of(EightBitLinear, draw(64, 128))
+    # The compiler's own choice of what to keep, without code for a device.
+    call = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
+    x = draw(2, 101, 128, seed=1).requires_grad_()
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = call(x)
+    result.backward(draw(2, 101, 64, seed=2))
+    matrices = {tensor.dtype for tensor in kept if tensor.shape == layer.shape}
+    assert matrices == {torch.float8_e4m3fn}
+
+
 def test_layers_that_do_not_suit_a_precision_are_named():
     with pytest.raises(ValueError, match="a layer of 24 x 16 has no products of 8-bit floats"):
         rounding(draw(16, 24))
