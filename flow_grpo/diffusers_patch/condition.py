@@ -1,5 +1,6 @@
 """Conditions of a transformer's velocity: all that it takes besides the latents and the timestep."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -104,8 +105,7 @@ class Condition:
         if self.mask is None:
             return replace(self, negative=negative)
         longest = int(self.mask.sum(1).max())
-        # Rounded up to a multiple.
-        width = -(-longest // multiple) * multiple
+        width = math.ceil(longest / multiple) * multiple
         return replace(self.cut(width), negative=negative)
 
     def cut(self, width: int) -> "Condition":
@@ -123,7 +123,7 @@ TENSORS = tuple(field.name for field in fields(Condition) if field.name != "nega
 
 
 def _join(conditions: Sequence[Condition], join: Callable[[list[Tensor]], Tensor]) -> Condition:
-    """Make one condition of several: each field by `join`, and so the negative, if all of them have one."""
+    """Make one condition of several: each field by `join`, and likewise the negative, if all of them have one."""
     joined = {}
     for name in conditions[0].tensors():
         joined[name] = join([getattr(condition, name) for condition in conditions])

@@ -46,6 +46,14 @@ class Modulation(NamedTuple):
     layers: tuple[tuple[str, str], ...]  # ends of the names of an activation of it, and of the linear layer behind it
 
 
+class EncodedNegative(NamedTuple):
+    """Row of a negative prompt, and what it was made of."""
+
+    digest: str  # of the prompt
+    width: int | None  # as in `encode`
+    row: Condition
+
+
 class Network(torch.nn.Module):
     """Transformer behind one call, which returns one tensor, whatever diffusers returns. Sharding wraps this call, and
     hooks of forwards are registered on it. Weights keep the names that they have in the transformer."""
@@ -56,7 +64,7 @@ class Network(torch.nn.Module):
         self.call = call
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
-        # Here, too, since it may be enabled at any time.
+        # Checked when the model is made, and here, since parallelism may be enabled at any time.
         loading.check_parallelism(self.transformer)
         return self.call(x, t, condition.dense(), guidance_scale, size)
 
@@ -97,7 +105,7 @@ class FlowModel(ABC):
         self.network = Network(pipeline.transformer, self.forward)
         self.detach_negative = False  # whether velocities have no gradient by their negative forward
         self.known_timesteps: Tensor | None = None  # [T] f32, on the CPU, of a precomputed modulation; None = any
-        self._last_negative: tuple[str, int | None, Condition] | None = None  # digest, width, and the row
+        self._last_negative: EncodedNegative | None = None
 
     @classmethod
     def load(
@@ -175,16 +183,18 @@ class FlowModel(ABC):
 
     def check_size(self, size: Size) -> None:
         """Raise UserError for an image or a video that the model cannot draw. Needs no weight."""
-        step = self.FRAMES_PER_LATENT
-        if size.frames == 1 or (step and (size.frames - 1) % step == 0):
+        if size.frames == 1:
             return
+        step = self.FRAMES_PER_LATENT
         if not step:
             raise UserError(f"frames is {size.frames}, but {self.NAME} draws images: set 1")
-        below = 1 + (size.frames - 1) // step * step
-        raise UserError(
-            f"frames is {size.frames}, but {self.NAME} draws 1 frame more than a multiple of {step}: set {below} or "
-            f"{below + step}"
-        )
+        surplus = (size.frames - 1) % step
+        if surplus:
+            below = size.frames - surplus
+            raise UserError(
+                f"frames is {size.frames}, but {self.NAME} draws 1 frame more than a multiple of {step}: set {below} "
+                f"or {below + step}"
+            )
 
     def check_steps(self, num_steps: int, name: str = "num_steps") -> None:  # noqa: B027 (most models take any)
         """Raise UserError for a number of steps, a setting `name`, that the weights cannot take. Needs no weight."""
@@ -193,15 +203,16 @@ class FlowModel(ABC):
         """Raise UserError for a prompt whose number of source images the model does not take, and for prompts whose
         sources differ in number or shape, which could share no forward. Needs no weight."""
         least = 1 if self.MOST_SOURCES and self.NEEDS_SOURCE else 0
+        if not self.MOST_SOURCES:
+            takes = "no source image"
+        elif least == self.MOST_SOURCES == 1:
+            takes = "one source image"
+        else:
+            takes = f"{least} to {self.MOST_SOURCES} source images"
         for prompt in prompts:
-            if not least <= len(prompt.sources) <= self.MOST_SOURCES:
-                if not self.MOST_SOURCES:
-                    takes = "no source image"
-                elif least == self.MOST_SOURCES == 1:
-                    takes = "one source image"
-                else:
-                    takes = f"{least} to {self.MOST_SOURCES} source images"
-                raise UserError(f"{self.NAME} takes {takes}; {quoted(prompt.text)} has {len(prompt.sources)}")
+            num_sources = len(prompt.sources)
+            if not least <= num_sources <= self.MOST_SOURCES:
+                raise UserError(f"{self.NAME} takes {takes}; {quoted(prompt.text)} has {num_sources}")
         check_one_shape(prompts, self.source_sizes)
 
     def source_sizes(self, prompt: Prompt) -> tuple[tuple[int, int], ...]:
@@ -254,9 +265,6 @@ class FlowModel(ABC):
         """
         self.check_sources(prompts)
         self.check_prompts(prompts, width)
-        negatives = []
-        if guided and self.NEGATIVE_PROMPT is not None:
-            negatives = [replace(prompt, text=self.NEGATIVE_PROMPT) for prompt in prompts]
 
         # Prompts that repeat are encoded once.
         encoded = {}
@@ -265,20 +273,25 @@ class FlowModel(ABC):
                 encoded[prompt.digest] = self.encode_one(prompt, width)
         rows = [encoded[prompt.digest] for prompt in prompts]
         condition = Condition.stack(rows, width if self.CUTS_PADDING else None)
-        if not negatives:
+        if not guided or self.NEGATIVE_PROMPT is None:
             return condition
-        negative_rows = [self._encode_negative(prompt, width) for prompt in negatives]
+        negative_rows = []
+        for prompt in prompts:
+            negative = replace(prompt, text=self.NEGATIVE_PROMPT)
+            negative_rows.append(self._encode_negative(negative, width))
         return replace(condition, negative=Condition.stack(negative_rows))
 
     def _encode_negative(self, prompt: Prompt, width: int | None) -> Condition:
-        """Encode a negative prompt, or return the row of the last one. Negatives differ from each other in their source
-        images alone, and prompts come one at a time, whose text encoders would see the same text again and again."""
-        digest = prompt.digest
+        """Encode a negative prompt, or return the row of the last one if that was the same.
+
+        Negatives have one text, so that without sources all are the same. Callers encode many prompts one by one, and
+        the text encoders would see that text again beside each.
+        """
         last = self._last_negative
-        if last is None or last[:2] != (digest, width):
-            last = (digest, width, self.encode_one(prompt, width))
+        if last is None or last.digest != prompt.digest or last.width != width:
+            last = EncodedNegative(prompt.digest, width, self.encode_one(prompt, width))
             self._last_negative = last
-        return last[2]
+        return last.row
 
     def with_sources(self, condition: Condition, prompt: Prompt) -> Condition:
         """Add the latents [1, c, h, w] of a prompt's sources to its condition of one row."""
@@ -498,7 +511,7 @@ class FlowModel(ABC):
         batch_size = size.num_together(batch_size)
         if self.pipeline.vae.decoder._compiled_call_impl is not None:
             # A compiled decoder, which has a graph for each shape, gets one: the last batch is filled with copies.
-            num_rows = -(-num_images // batch_size) * batch_size
+            num_rows = math.ceil(num_images / batch_size) * batch_size
             rows = torch.arange(num_rows, device=latents.device).clamp(max=num_images - 1)
             latents = latents[rows]
         batches = [self.decode_batch(part, size).float() for part in latents.split(batch_size)]
@@ -523,10 +536,11 @@ def check_one_shape(prompts: list[Prompt], sizes_of: Callable[[Prompt], tuple[tu
     prompt_of_sizes = {sizes_of(prompt): prompt for prompt in prompts}
     if len(prompt_of_sizes) < 2:
         return
+    # Two are enough to see what differs.
     examples = []
     for sizes, prompt in list(prompt_of_sizes.items())[:2]:
-        shapes = [f"{width}x{height}" for width, height in sizes]
-        examples.append(f"{quoted(prompt.text)} has {', '.join(shapes) or 'none'}")
+        shapes = ", ".join(f"{width}x{height}" for width, height in sizes)
+        examples.append(f"{quoted(prompt.text)} has {shapes or 'none'}")
     raise UserError(
         f"sources of all prompts must have one number and shape (width x height), but {' and '.join(examples)}"
     )

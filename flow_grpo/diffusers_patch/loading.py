@@ -28,6 +28,7 @@ from flow_grpo.kernels.single_frame_vae import convolve_in_2d
 if not sys.stderr.isatty():
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+# Beginnings of the names of parts that have no weights.
 WITHOUT_WEIGHTS = ("scheduler", "tokenizer", "feature_extractor")
 EULER = FlowMatchEulerDiscreteScheduler.__name__
 UNIPC = UniPCMultistepScheduler.__name__
@@ -63,11 +64,13 @@ def pipeline_name(folder: str) -> str:
     try:
         name = read_index(DiffusionPipeline, str(place)).get("_class_name")
     except OSError as error:
-        hint = f"; if it is a LoRA{locations.download_hint(folder)}" if locations.is_hub_id(folder) else ""
-        raise UserError(
+        sentence = (
             f"config.model {quoted(folder)} is no diffusers folder here, in the Hugging Face cache or on the hub: "
-            f"{in_one_line(error)}{hint}"
-        ) from error
+            f"{in_one_line(error)}"
+        )
+        if locations.is_hub_id(folder):
+            sentence += f"; if it is a LoRA{locations.download_hint(folder)}"
+        raise UserError(sentence) from error
     if not isinstance(name, str):
         raise UserError(
             f"config.model {quoted(folder)}: _class_name of its model_index.json is {quoted(name)}, not the name of a "
@@ -131,9 +134,10 @@ def without_weights(pipeline_class: type[DiffusionPipeline], folder: str, **comp
     model = f"config.model {quoted(folder)}"
     # By name first: another class may not even take its settings.
     _check_steps_of(scheduler_class, model)
+    # A part that is given as None is not loaded.
+    parts = dict.fromkeys(parts_with_weights(index)) | components
     with foreign(folder, "tokenizers and scheduler"):
-        heavy = [name for name, value in index.items() if is_part(value) and not name.startswith(WITHOUT_WEIGHTS)]
-        pipeline = pipeline_class.from_pretrained(folder, **dict.fromkeys(heavy) | components)
+        pipeline = pipeline_class.from_pretrained(folder, **parts)
     check_scheduler(pipeline.scheduler, model)
     return pipeline
 
@@ -204,7 +208,7 @@ def _ignored_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Find settings of a scheduler's config that would move its sigmas in another class, and do nothing in Euler's."""
     read = set(inspect.signature(FlowMatchEulerDiscreteScheduler.__init__).parameters)
     if config["use_karras_sigmas"] or config["use_exponential_sigmas"] or config["use_beta_sigmas"]:
-        # The ends of these spacings.
+        # These spacings of sigmas have ends.
         read |= {"sigma_min", "sigma_max"}
     # What Euler's class does without these settings.
     harmless = {"use_flow_sigmas": True, "final_sigmas_type": "zero"}
@@ -220,6 +224,15 @@ def _ignored_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def is_part(value: Any) -> bool:
     """Tell a part of model_index.json, [library, class], from its settings, which may be lists, too, of numbers."""
     return isinstance(value, list | tuple) and all(name is None or isinstance(name, str) for name in value)
+
+
+def parts_with_weights(index: Mapping[str, Any]) -> list[str]:
+    """Return the names of a pipeline's parts but for those of WITHOUT_WEIGHTS, from its model_index.json."""
+    names = []
+    for name, value in index.items():
+        if is_part(value) and not name.startswith(WITHOUT_WEIGHTS):
+            names.append(name)
+    return names
 
 
 def text_encoders(names: Iterable[str]) -> list[str]:
@@ -307,11 +320,14 @@ def schedule(
     if num_steps == 1:
         # diffusers stretches sigmas so that the last is the terminal one. 1, the only one, cannot be moved: 0 / 0.
         copied.register_to_config(shift_terminal=None)
-    unshifted = sigmas or None
-    if sigmas is False and isinstance(scheduler, UniPCMultistepScheduler):
-        unshifted = unipc_sigmas(num_steps)
     if sigmas is True:
         unshifted = np.linspace(1.0, 1 / num_steps, num_steps)
+    elif sigmas:
+        unshifted = sigmas
+    elif isinstance(scheduler, UniPCMultistepScheduler):
+        unshifted = unipc_sigmas(num_steps)
+    else:
+        unshifted = None
     copied.set_timesteps(num_steps, sigmas=unshifted, mu=shift, device=device)
     copied.sigmas = copied.sigmas.to(device)
     return copied

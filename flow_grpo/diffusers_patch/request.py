@@ -39,10 +39,10 @@ class StepKey(NamedTuple):
     """Everything that requests of a forward must have in common to take their steps in one call."""
 
     schedule: int  # id of the solver or of the scheduler
-    solver_step: int | None = None
-    num_branches: int | None = None  # this and the next two: of noisy steps
-    noise_level: float | None = None
-    sde_type: str | None = None
+    solver_step: int | None = None  # of a solver
+    num_branches: int | None = None  # of a noisy step
+    noise_level: float | None = None  # of a noisy step
+    sde_type: str | None = None  # of a noisy step
 
 
 @dataclass(eq=False)
@@ -99,8 +99,12 @@ class Request:
             return StepKey(id(self.solver), solver_step=self.step)
         if not self.needs_log_prob:
             return StepKey(id(self.scheduler))
-        params = self.params
-        return StepKey(id(self.scheduler), None, self.num_branches, params.noise_level, params.sde_type)
+        return StepKey(
+            id(self.scheduler),
+            num_branches=self.num_branches,
+            noise_level=self.params.noise_level,
+            sde_type=self.params.sde_type,
+        )
 
     @property
     def current_condition(self) -> Condition:
@@ -139,6 +143,7 @@ class Request:
         """Once the noise is over, go on with fewer forwards where that was asked for."""
         if not self.params.flash_ratio or self.solver is not None:
             return
+        # A trunk ends with its noise, and a prefix before it.
         if self.is_trunk or self.continuations:
             return
         if self.noisy_steps.stop <= self.step < len(self.scheduler.timesteps):

@@ -162,7 +162,7 @@ def _check_branches(num_branches: int, steps: range) -> None:
 def _check_steps(steps: range, params: SamplingParams, name: str) -> None:
     """Raise UserError unless `steps`, the argument `name`, may be the noisy ones."""
     is_consecutive = isinstance(steps, range) and steps.step == 1
-    if not is_consecutive or not 0 <= steps.start <= max(steps.stop, steps.start):
+    if not is_consecutive or steps.start < 0:
         raise UserError(f"{name} is {steps!r}; it must be a range of consecutive steps, such as range(1, 3)")
     if steps and steps.stop > params.num_steps:
         raise UserError(f"{name} is {steps}, beyond the last of {params.num_steps} steps")
@@ -268,8 +268,8 @@ def shared_prefixes(requests: list[Request], groups: list[int]) -> list[Request]
 def post_decode(
     model: FlowModel, finished: Iterable[Request], vae_batch_size: int
 ) -> Iterator[tuple[list[Request], Samples]]:
-    """Decode finished requests, some B together as soon as they fill a decode of `vae_batch_size` frames; of trunks, a
-    few decodes."""
+    """Decode finished requests, some B together as soon as they fill a decode of `vae_batch_size` frames. A trunk
+    counts by its noisy steps, whatever branches leave them, so that trunks take a few decodes."""
     ready: list[Request] = []
     num_ready = 0
     for request in finished:
@@ -287,6 +287,10 @@ def _decoded(model: FlowModel, finished: list[Request], vae_batch_size: int) -> 
     """Images or videos of finished requests: [B, ...], or [B, K, J, ...] of trunks' branches."""
     latents, trace = joined(finished)
     num_leading = 3 if finished[0].is_trunk else 1
+    leading = latents.shape[:num_leading]
     images = model.decode(latents.flatten(0, num_leading - 1), finished[0].size, vae_batch_size)
-    text_widths = [(request.short_condition or request.condition).num_tokens for request in finished]
-    return Samples(images.unflatten(0, latents.shape[:num_leading]), latents, trace, text_widths)
+    text_widths = []
+    for request in finished:
+        condition = request.short_condition or request.condition
+        text_widths.append(condition.num_tokens)
+    return Samples(images.unflatten(0, leading), latents, trace, text_widths)

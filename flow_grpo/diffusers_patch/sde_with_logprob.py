@@ -74,7 +74,8 @@ def sde_step_with_logprob(
     sigma, sigma_next = _sigmas_at(scheduler, timestep, x)
     if noise_level == 0:
         return _ode_step(x, v, sigma, sigma_next)
-    transition = _TRANSITIONS[sde_type](x, v, sigma, sigma_next, scheduler.sigmas[1].to(x), noise_level)
+    second_sigma = scheduler.sigmas[1].to(x)
+    transition = _TRANSITIONS[sde_type](x, v, sigma, sigma_next, second_sigma, noise_level)
     if prev_sample is None:
         prev_sample = _draw(transition, noise, noise_level)
     prev_sample = prev_sample.float()
@@ -102,6 +103,7 @@ def _ode_step(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> SDESte
 
 
 def _draw(transition: Transition, noise: Tensor | None, noise_level: float) -> Tensor:
+    """Return the outcome [B, ...] of a noisy step, from a standard normal draw."""
     if noise is None:
         raise UserError(f"a noisy step (noise_level {noise_level}) needs `noise` to draw or `prev_sample` to score")
     return transition.mean + transition.std * noise.float()

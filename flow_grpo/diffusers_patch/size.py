@@ -41,8 +41,10 @@ class Size:
             raise UserError(
                 f"a size is written as 768x512 (height x width), 512, or with frames 240x416x33, not {text!r}"
             )
-        height, width, *frames = map(int, numbers if len(numbers) > 1 else numbers * 2)
-        return cls(height, width, *frames)
+        values = [int(number) for number in numbers]
+        if len(values) == 1:
+            return cls(height=values[0], width=values[0])
+        return cls(*values)
 
 
 def training_size(config: Config) -> Size:

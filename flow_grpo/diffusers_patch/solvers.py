@@ -57,7 +57,8 @@ class DPMSolver:
 
 
 class Weights(NamedTuple):
-    """Factors of a velocity and of its change since the one before, in the way to the next asked step."""
+    """Factors of a velocity, and of its change since the one before, with which both move latents to the next step that
+    asks for one."""
 
     velocity: Tensor  # [] f32
     change: Tensor | float  # [] f32; 0 for the first, which has none before it

@@ -71,8 +71,9 @@ class FluxKontext(Flux):
         scale = math.sqrt(self.pipeline.config["source_pixels"] / SOURCE_PIXELS)
         for width, height in prompt.source_sizes():
             aspect = self._in_tokens(width) / self._in_tokens(height)
-            preferences = [(abs(aspect - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS]
-            _, nearest_width, nearest_height = min(preferences)
+            # Of sizes that are equally far the pipeline, too, takes the narrowest.
+            distances = [(abs(aspect - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS]
+            _, nearest_width, nearest_height = min(distances)
             sizes.append((self._in_tokens(nearest_width * scale), self._in_tokens(nearest_height * scale)))
         return tuple(sizes)
 

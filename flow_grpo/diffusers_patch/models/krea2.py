@@ -58,8 +58,8 @@ class Krea2(FlowModel):
         return Condition(states.flatten(2))
 
     def text_shapes(self, width: int) -> dict[str, tuple[int, ...]]:
-        config = self.transformer_config
-        return {"text_embeds": (width, config["num_text_layers"] * config["text_hidden_dim"]), "mask": (width,)}
+        text_width = self.transformer_config["num_text_layers"] * self.transformer_config["text_hidden_dim"]
+        return {"text_embeds": (width, text_width), "mask": (width,)}
 
     def shift(self, num_steps: int, size: Size) -> float | None:
         """Return the constant shift of distilled weights; other weights have one that is linear in the tokens."""

@@ -170,17 +170,18 @@ class QwenImage21(FlowModel):
         rows, columns = self.grid(size)
         # Outside, the positions would be made on the host, which waits for the device.
         with device:
-            text = torch.arange(num_text)
-            row = torch.arange(rows) - (rows - rows // 2)
-            column = torch.arange(columns) - (columns - columns // 2)
-            lengths = torch.full((num_rows,), num_text)
+            text_places = torch.arange(num_text)
+            row_places = torch.arange(rows) - (rows - rows // 2)
+            column_places = torch.arange(columns) - (columns - columns // 2)
+            text_lengths = torch.full((num_rows,), num_text)
         if condition.mask is not None:
-            lengths = condition.mask.sum(1)
+            text_lengths = condition.mask.sum(1)
 
         # Positions on the first axis are [B, L], since they depend on a row's text, on the others [L].
-        frames = torch.cat([text.expand(num_rows, -1), lengths[:, None].expand(-1, rows * columns)], 1)
-        heights = torch.cat([text, row.repeat_interleave(columns)])
-        widths = torch.cat([text, column.repeat(rows)])
+        image_frames = text_lengths[:, None].expand(-1, rows * columns)
+        frames = torch.cat([text_places.expand(num_rows, -1), image_frames], 1)
+        heights = torch.cat([text_places, row_places.repeat_interleave(columns)])
+        widths = torch.cat([text_places, column_places.repeat(rows)])
         rope = self.transformer.pos_embed
         # The tables stay on the device, so that only the first forward copies them.
         rope.freqs = [table.to(device) for table in rope.freqs]

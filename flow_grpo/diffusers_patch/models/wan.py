@@ -75,8 +75,8 @@ class Wan(FlowModel):
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         dtype = self.transformer.patch_embedding.weight.dtype
-        text = condition.text_embeds.to(dtype)
-        return self.transformer(x.to(dtype), t, text, return_dict=False)[0].float()
+        velocity = self.transformer(x.to(dtype), t, condition.text_embeds.to(dtype), return_dict=False)[0]
+        return velocity.float()
 
     def features(self, latents: Tensor, size: Size) -> Tensor:
         """Fold frames into channels, [B, C f, h, w]."""
@@ -86,8 +86,13 @@ class Wan(FlowModel):
         """Decode to videos [B, f, 3, H, W] or, of one frame, to images. Channels have a mean and a std each."""
         vae = self.pipeline.vae
         mean, std = normalisation(vae)
-        videos = vae.decode((latents * std + mean).to(vae.dtype), return_dict=False)[0].transpose(1, 2)
-        return videos[:, 0] if size.frames == 1 else videos
+        z = latents * std + mean
+        decoded = vae.decode(z.to(vae.dtype), return_dict=False)[0]
+        # The VAE has channels before frames.
+        videos = decoded.transpose(1, 2)
+        if size.frames == 1:
+            return videos[:, 0]
+        return videos
 
     def encode_batch(self, images: Tensor) -> Tensor:
         vae = self.pipeline.vae
