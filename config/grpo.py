@@ -323,7 +323,8 @@ def eight_bit_base(config: ConfigDict) -> ConfigDict:
     """
     config.base_precision = "fp8_weights"
     # What was merged is merged again, in 8 bits.
-    config.sample.rollout_weights = "merged_fp8" if "merged" in config.sample.rollout_weights else "fp8"
+    is_merged = "merged" in config.sample.rollout_weights
+    config.sample.rollout_weights = "merged_fp8" if is_merged else "fp8"
     return config
 
 
@@ -355,8 +356,8 @@ def rsm(config: ConfigDict) -> ConfigDict:
 def fdfo(config: ConfigDict) -> ConfigDict:
     """FDFO (arXiv:2603.12893): pairs of images from one noise, which a little noise in all steps tells apart."""
     # As many images as before, in pairs, which are this loss's whole groups.
-    pairs = max(config.sample.num_images_per_prompt // 2, 1)
-    config.sample.num_prompts_per_epoch *= pairs
+    pairs_per_prompt = max(config.sample.num_images_per_prompt // 2, 1)
+    config.sample.num_prompts_per_epoch *= pairs_per_prompt
     config.sample.num_images_per_prompt = 2
     config.sample.same_latent = True
     config = _of_endpoints(config)

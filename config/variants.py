@@ -3,6 +3,7 @@
 A function here takes a config and returns it. `VARIANTS` of a file lists those that its runs take.
 """
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,17 @@ TASKS = {
     registry.tiny_folder("qwenimage_edit"): EDITS,
     registry.tiny_folder("wan"): MOTIONS,
 }
+
+# Rewards of ours that need neither weights from the hub nor a server.
+SELF_CONTAINED = (
+    "shapes",
+    "shapes_proxy",
+    "edits",
+    "motions",
+    "ocr",
+    "jpeg_compressibility",
+    "frame_difference",
+)
 
 # Of videos of tiny models: three latents, as the tiny Wan has learned.
 SMOKE_FRAMES = 9
@@ -115,7 +127,8 @@ def px1328(config: ConfigDict) -> ConfigDict:
 
 
 def _of_side(config: ConfigDict, side: int) -> ConfigDict:
-    """Square images, with as many tokens in each forward as before, and a clip range for means over more numbers."""
+    """Make images square. Forwards have as many tokens as before, and the clip range is one for means over more
+    numbers."""
     growth = side * side / (config.height * config.width)
     config.height = side
     config.width = side
@@ -128,7 +141,9 @@ def _of_side(config: ConfigDict, side: int) -> ConfigDict:
 
     # Log-ratios are means over the numbers of a latent, and spread as 1 / sqrt(numbers): docs/algorithms/flow_grpo.md.
     if _reads_clip_range(config):
-        config.train.clip_range = float(f"{config.train.clip_range / growth**0.5:.2g}")
+        clip_range = config.train.clip_range / math.sqrt(growth)
+        # Two digits, as a person would set it.
+        config.train.clip_range = float(f"{clip_range:.2g}")
     return config
 
 
@@ -186,30 +201,48 @@ def _replace_task(config: ConfigDict) -> None:
 
     Prompts have images to be edited where the model takes such, and ask for motions where it draws videos.
     """
-    task = SHAPES
-    entry = _entry_of(config)
-    if entry.edits:
-        task = EDITS
-    if entry.videos:
-        task = MOTIONS
+    task = _task_of(_entry_of(config))
     if not Path(locations.resolve(config.dataset)).is_dir():
         config.dataset = task.dataset
         config.text_tokens = task.text_tokens
-    # The reward of a task refuses the prompts of another one.
-    has_learned = TASKS.get(config.model) == task
-    # Prompts are drawn by the signal of a reward with a range, which a rule has.
-    needs_range = config.sample.prompt_weights == "signal"
-    fitting = task.rewards if config.dataset == task.dataset and (has_learned or needs_range) else ()
-    other_tasks = set()
+    fitting = _fitting_rewards(config, task)
+    unfitting = set()
     for other in TASKS.values():
-        other_tasks.update(set(other.rewards) - set(fitting))
+        unfitting.update(set(other.rewards) - set(fitting))
     config.reward_fn = {name: weight for name, weight in config.reward_fn.items() if is_here(name)}
-    if not config.reward_fn or not other_tasks.isdisjoint(config.reward_fn):
+    if not config.reward_fn or not unfitting.isdisjoint(config.reward_fn):
         # In the few steps of such a run hardly a video moves as asked, so that rewards are alike.
-        is_flat = task == MOTIONS and not needs_range
-        chosen = fitting[0] if fitting and not is_flat else "jpeg_compressibility"
+        is_flat = task == MOTIONS and not _needs_range(config)
+        chosen = "jpeg_compressibility"
+        if fitting and not is_flat:
+            chosen = fitting[0]
         config.reward_fn = {chosen: 1.0}
     _drop_watched(config)
+
+
+def _task_of(entry: registry.Entry) -> Task:
+    """Return the shipped task whose prompts a model takes."""
+    if entry.videos:
+        return MOTIONS
+    if entry.edits:
+        return EDITS
+    return SHAPES
+
+
+def _fitting_rewards(config: ConfigDict, task: Task) -> tuple[str, ...]:
+    """Return the rewards of a task that may score its model's images. A task's rewards refuse other prompts, and score
+    images alike of a model that has not learned the task."""
+    if config.dataset != task.dataset:
+        return ()
+    has_learned = TASKS.get(config.model) == task
+    if has_learned or _needs_range(config):
+        return task.rewards
+    return ()
+
+
+def _needs_range(config: ConfigDict) -> bool:
+    """Return whether prompts are drawn by the signal of a reward with a range, which the rule of a task has."""
+    return config.sample.prompt_weights == "signal"
 
 
 def _drop_watched(config: ConfigDict) -> None:
@@ -222,14 +255,7 @@ def _drop_watched(config: ConfigDict) -> None:
 
 
 def is_here(reward: str) -> bool:
-    """Return whether a reward needs neither weights from the hub nor a server; one of the user's own is taken to."""
+    """Return whether a reward needs neither weights from the hub nor a server. One of the user's own is taken to need
+    none."""
     is_ours = (locations.PACKAGE / "rewards" / f"{reward}.py").exists()
-    return not is_ours or reward in (
-        "shapes",
-        "shapes_proxy",
-        "edits",
-        "motions",
-        "ocr",
-        "jpeg_compressibility",
-        "frame_difference",
-    )
+    return not is_ours or reward in SELF_CONTAINED
