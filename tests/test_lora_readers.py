@@ -236,6 +236,9 @@ def test_a_lora_for_peft_keeps_its_dtype_and_is_read_here_too(rounded, policy, b
     args = convert_lora.parser().parse_args(["any", "--out", str(converted)])
     rows = [("there", lambda: convert_lora.check_flags(args), [converted, "is there already"])]
     rows.append(("no LoRA", lambda: convert_lora.write_for_peft(TINY, tmp_path / "other"), [TINY]))
+    (tmp_path / "file").touch()
+    in_file = tmp_path / "file" / "lora"
+    rows.append(("in a file", lambda: convert_lora.write_for_peft(rounded, in_file), ["--out", "is no folder"]))
     assert_refused(rows)
     assert not (tmp_path / "other").exists()
 

@@ -2,7 +2,10 @@
 
 import io
 import itertools
+from argparse import Namespace
 
+import draw_edits
+import draw_motions
 import draw_shapes
 import numpy as np
 import pytest
@@ -311,6 +314,20 @@ def test_what_the_reward_and_the_renderer_cannot_read_is_refused_with_the_prompt
     for metadata, *words in MALFORMED:
         rows.append((str(metadata), scored(metadata), ["a strange prompt", *words]))
     assert_refused(rows)
+
+
+def test_the_tools_that_draw_data_refuse_a_file_in_the_place_of_their_folder_and_no_picture(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    words = [f"FOLDER: {file} is no folder"]
+    assert_refused(
+        [
+            ("shapes", lambda: draw_shapes.write(file, 1, 0), words),
+            ("edits", lambda: draw_edits.write(file), words),
+            ("motions", lambda: draw_motions.write(file), words),
+            ("none", lambda: draw_shapes.check_flags(Namespace(number=0)), ["--number is 0", "1 or more"]),
+        ]
+    )
 
 
 def combination(prompt):

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from flow_grpo.base import rng
+from flow_grpo.base import folders, locations, rng
 from flow_grpo.command_line import command_line
 from flow_grpo.data.shapes import COLORS, SHAPES
 from flow_grpo.diffusers_patch import registry
@@ -228,7 +228,8 @@ def main(args: argparse.Namespace) -> None:
     start_s = time.monotonic()
     train_prompts = shapes_prompts("train")
     test_prompts = shapes_prompts("test")
-    pipe = DiffusionPipeline.from_pretrained(registry.tiny_folder("qwenimage"))
+    folders.ensure_folder(args.out.parent, "--out")
+    pipe = DiffusionPipeline.from_pretrained(locations.resolve(registry.tiny_folder("qwenimage")))
     pipe.set_progress_bar_config(disable=True)
     rendered = renders(train_prompts, args.renders, rng.generator(args.seed, "renders", "train"))
     sampled = samples(pipe, train_prompts, args.samples, args.seed, "train")
@@ -247,4 +248,6 @@ def main(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(command_line.arguments(parser()))
+    args = command_line.arguments(parser())
+    with command_line.sentences():
+        main(args)

@@ -52,7 +52,7 @@ def write_for_peft(lora: Path, out: Path) -> None:
     config = LoraConfig(
         r=adapter.rank, lora_alpha=adapter.alpha, target_modules=list(adapter.layers), inference_mode=True
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
+    folders.ensure_folder(out.parent, "--out")
     with folders.published(out) as scratch:
         config.save_pretrained(str(scratch))
         save_file(weights, scratch / lora_files.PEFT_FILE, {"format": "pt"})

@@ -5,7 +5,6 @@
 Legend: B pictures, M = MAX_OBJECTS, V = 11 edits of an object: a colour, removal, or a direction.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import torch
 from draw_shapes import GAP, MAX_OBJECTS, Layout, PromptTable, render, sample_layouts
 from torch import Tensor
 
-from flow_grpo.base import rng
+from flow_grpo.base import folders, rng
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.command_line import command_line
 from flow_grpo.data.edits import DIRECTIONS, MOVE, VALUES
@@ -181,7 +180,8 @@ def objects_of(layout: Layout, number: int) -> list[dict]:
 
 def write(folder: Path) -> None:
     """Write the data set: a file of prompts for each split, and the pictures, which prompts share."""
-    (folder / "sources").mkdir(parents=True, exist_ok=True)
+    folders.ensure_folder(folder, "FOLDER")
+    (folder / "sources").mkdir(exist_ok=True)
     for split, (num_pictures, num_prompts) in SPLITS.items():
         generator = rng.generator(0, "edits", split)
         layout = sample_sources(num_pictures, generator)
@@ -197,6 +197,8 @@ def write(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.parser(__doc__)
     parser.add_argument("folder", type=Path)
-    write(command_line.arguments(parser).folder)
+    args = command_line.arguments(parser)
+    with command_line.sentences():
+        write(args.folder)

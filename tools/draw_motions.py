@@ -5,7 +5,6 @@
 Legend: B videos, f frames, P prompts, M = 2 objects at most, L = 2 legs of a motion. x runs right, y runs down.
 """
 
-import argparse
 import itertools
 import json
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import torch
 from draw_shapes import GAP, Layout, render
 from torch import Tensor
 
-from flow_grpo.base import rng
+from flow_grpo.base import folders, rng
 from flow_grpo.command_line import command_line
 from flow_grpo.data.motions import DIRECTIONS, MOST_MOVES, check_metadata
 from flow_grpo.data.shapes import COLORS, SHAPES
@@ -219,13 +218,15 @@ def videos(metadata: list[dict[str, Any]], num_frames: int, generator: torch.Gen
 
 def write(folder: Path) -> None:
     """Write the data set, a file of prompts for each split."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folders.ensure_folder(folder, "FOLDER")
     for split, rows in prompts().items():
         lines = [json.dumps(row) + "\n" for row in rows]
         (folder / f"{split}_metadata.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.parser(__doc__)
     parser.add_argument("folder", type=Path)
-    write(command_line.arguments(parser).folder)
+    args = command_line.arguments(parser)
+    with command_line.sentences():
+        write(args.folder)

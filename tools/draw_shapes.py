@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flow_grpo.base import folders
+from flow_grpo.base.errors import UserError
 from flow_grpo.base.pixels import to_pictures
 from flow_grpo.command_line import command_line
 from flow_grpo.data.captioned_images import METADATA
@@ -189,7 +191,7 @@ def accuracy(images: Tensor, prompts: list[dict]) -> dict:
 
 def write(folder: Path, number: int, seed: int) -> None:
     """Write at least `number` pictures of training prompts, and their captions."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folders.ensure_folder(folder, "FOLDER")
     prompts = balanced(shapes_prompts("train"), number)
     images = pictures(prompts, torch.Generator().manual_seed(seed))
     lines = []
@@ -200,10 +202,17 @@ def write(folder: Path, number: int, seed: int) -> None:
     (folder / METADATA).write_text("".join(lines))
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for no picture."""
+    if args.number < 1:
+        raise UserError(f"--number is {args.number}; it must be 1 or more")
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--number", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = command_line.arguments(parser)
-    write(arguments.folder, arguments.number, arguments.seed)
+    args = command_line.arguments(parser, check_flags)
+    with command_line.sentences():
+        write(args.folder, args.number, args.seed)
