@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
+from string import ascii_lowercase
 
 import torch
 from accelerate import init_empty_weights
@@ -198,6 +199,7 @@ def edit_pipeline(pipeline_class: type, size: dict, sizes: dict, make: Callable)
 
 
 def qwenimage_encoders(sizes: dict, make: Callable, **tokens) -> dict[str, torch.nn.Module]:
+    """Return VAE and text encoder of Qwen-Image; `tokens` are numbers of tokens that its config names."""
     text = Qwen2_5_VLConfig(text_config=sizes["qwen_text"], vision_config={"out_hidden_size": 3584}, **tokens)
     return dict(
         vae=make(AutoencoderKLQwenImage, torch.float32),
@@ -358,6 +360,7 @@ def vae(sizes: dict, **normalisation) -> AutoencoderKL:
 
 
 def clip_config(size: dict) -> CLIPTextConfig:
+    """Return the config of a CLIP that reads the tokens of `clip_tokenizer`."""
     ends = dict(bos_token_id=0, eos_token_id=NUM_CLIP_WORDS - 1, pad_token_id=NUM_CLIP_WORDS - 1)
     return CLIPTextConfig(vocab_size=NUM_CLIP_WORDS, max_position_embeddings=77, **ends, **size)
 
@@ -371,24 +374,25 @@ def clip_model(text_layers: int = 24, vision_layers: int = 32) -> CLIPModel:
 
 
 def t5_encoder(sizes: dict) -> T5EncoderModel:
+    """Return a T5 that reads the tokens of `t5_tokenizer`."""
     return T5EncoderModel(T5Config(vocab_size=1000, feed_forward_proj="gated-gelu", **sizes["t5"]))
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    letters = [chr(i) for i in range(ord("a"), ord("z") + 1)]
-    last_letters = [f"{letter}</w>" for letter in letters]
-    words = ["<|startoftext|>", *letters, *last_letters, "<|endoftext|>"]
-    ids = {word: number for number, word in enumerate(words)}
+    """Return a tokenizer that reads letters, of which the last of a word are tokens of their own."""
+    last_letters = [f"{letter}</w>" for letter in ascii_lowercase]
+    tokens = ["<|startoftext|>", *ascii_lowercase, *last_letters, "<|endoftext|>"]
+    ids = {token: number for number, token in enumerate(tokens)}
     return CLIPTokenizer(ids, [], model_max_length=77)
 
 
 def t5_tokenizer(file: Path = PROMPTS) -> T5Tokenizer:
     """Return a tokenizer that reads the words of a file of prompts, and letters."""
-    words = set()
+    vocabulary = set()
     for line in file.read_text().splitlines():
-        words.update(json.loads(line)["prompt"].split())
+        vocabulary.update(json.loads(line)["prompt"].split())
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    pieces += [(f"▁{word}", -5.0) for word in sorted(words)]
+    pieces += [(f"▁{word}", -5.0) for word in sorted(vocabulary)]
     letters = [chr(code) for code in range(ord(" ") + 1, 127)]
     pieces += [(letter, -10.0) for letter in ("▁", *letters)]
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)

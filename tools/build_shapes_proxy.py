@@ -101,12 +101,14 @@ def samples(pipe: DiffusionPipeline, prompts: list[dict], count: int, seed: int,
     return Pictures(images, detect(images), drawn)
 
 
-def asked(own: dict, by_tag: dict[str, list[dict]], generator: torch.Generator) -> list[dict]:
-    """Return QUESTIONS prompts that a picture is judged by: NUM_OWN times its own, any one, and others of its kind."""
+def asked(prompt: dict, by_tag: dict[str, list[dict]], generator: torch.Generator) -> list[dict]:
+    """Return QUESTIONS prompts that a picture of `prompt` is judged by: NUM_OWN times its own, any one, and others of
+    its kind."""
     tags = list(by_tag)
     any_tag = tags[int(torch.randint(len(tags), (), generator=generator))]
-    questions = [own] * NUM_OWN
-    for tag in [any_tag] + [own["tag"]] * (QUESTIONS - NUM_OWN - 1):
+    questions = [prompt] * NUM_OWN
+    num_of_kind = QUESTIONS - NUM_OWN - 1
+    for tag in [any_tag, *[prompt["tag"]] * num_of_kind]:
         number = int(torch.randint(len(by_tag[tag]), (), generator=generator))
         questions.append(by_tag[tag][number])
     return questions
@@ -128,7 +130,9 @@ def map_of(detections: list[Detection]) -> Tensor:
         if detection.kind is not None:
             kind = SHAPES.index(detection.kind)
             color = list(COLORS).index(detection.color)
-            column, row = (min(int(NUM_CELLS * place), NUM_CELLS - 1) for place in detection.center)
+            x, y = detection.center
+            column = min(int(NUM_CELLS * x), NUM_CELLS - 1)
+            row = min(int(NUM_CELLS * y), NUM_CELLS - 1)
             cells[kind, color, row, column] = 1
     return cells
 
@@ -195,12 +199,15 @@ def figures(network: Network, pictures: Pictures) -> dict[str, float]:
     guesses = network.logits(network.maps(pictures.images), wanted).sigmoid()
     grades = [grade(*row) for row in zip(pictures.detections, pictures.prompts)]
     scores, strict = torch.tensor(grades).unbind(1)
+    error = (guesses - scores).abs().mean()
+    correlation = torch.corrcoef(torch.stack([guesses, scores]))[0, 1]
+    says_the_same = (guesses > STRICT) == (strict == 1)
     return {
         "pictures": len(scores),
         "score": round(scores.mean().item(), 3),
-        "error": round((guesses - scores).abs().mean().item(), 3),
-        "correlation": round(torch.corrcoef(torch.stack([guesses, scores]))[0, 1].item(), 3),
-        "strict": round(((guesses > STRICT) == (strict == 1)).float().mean().item(), 3),
+        "error": round(error.item(), 3),
+        "correlation": round(correlation.item(), 3),
+        "strict": round(says_the_same.float().mean().item(), 3),
     }
 
 

@@ -90,9 +90,9 @@ def build_tokenizer(prompts: list[str], pipeline_class: type = QwenImagePipeline
 def learn_bpe(texts: list[str]) -> dict:
     """Return "vocab" and "merges" of a byte-level BPE that is learned from texts without their special tokens."""
     bpe = Tokenizer(models.BPE())
-    words = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
+    to_words = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([to_words, to_bytes])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=4096, initial_alphabet=alphabet, show_progress=False)
     parts = []
@@ -343,9 +343,9 @@ def reconstruction(vae: AutoencoderKLQwenImage, prompts: list[dict], generator: 
     images = pictures(prompts, generator)
     with torch.no_grad():
         latents = vae.encode(images[:, :, None] * 2 - 1).latent_dist.mean
-        decoded = (vae.decode(latents).sample[:, :, 0] + 1) / 2
-    error = 2 * (decoded - images).abs().mean().item()
-    return {"l1": round(error, 4), "renders": accuracy(images, prompts), "reconstructions": accuracy(decoded, prompts)}
+        again = (vae.decode(latents).sample[:, :, 0] + 1) / 2
+    error = 2 * (again - images).abs().mean().item()
+    return {"l1": round(error, 4), "renders": accuracy(images, prompts), "reconstructions": accuracy(again, prompts)}
 
 
 def flow_matching_loss(model: FlowModel, x_0: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
@@ -355,13 +355,16 @@ def flow_matching_loss(model: FlowModel, x_0: Tensor, condition: Condition, gene
     """
     scheduler = model.pipeline.scheduler
     config = scheduler.config
-    lengths = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    num_tokens = x_0.shape[1]
+    shift = calculate_shift(
+        num_tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    )
     normal = torch.randn(len(x_0), generator=generator, device=x_0.device)
-    shift = calculate_shift(x_0.shape[1], *lengths)
     sigma = scheduler.time_shift(shift, 1.0, normal.sigmoid().clamp(1e-4, 1 - 1e-4))
     noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
     x_t = torch.lerp(x_0, noise, sigma[:, None, None])
-    return velocity_error(model.forward(x_t, 1000 * sigma, condition, 1.0, SIZE), x_0, noise).mean()
+    velocity = model.forward(x_t, 1000 * sigma, condition, 1.0, SIZE)
+    return velocity_error(velocity, x_0, noise).mean()
 
 
 @torch.no_grad()

@@ -151,15 +151,16 @@ def accuracy(model: QwenImageEdit, prompts: list[Prompt], seed: int, guidance_sc
     """Return strict accuracy, of all prompts and by action."""
     generators = [rng.generator(seed, "noise", number) for number in range(len(prompts))]
     size = dict(height=RESOLUTION, width=RESOLUTION, num_steps=NUM_STEPS, guidance_scale=guidance_scale)
-    how = dict(window=range(0), noise_level=0.0, vae_batch_size=256)
-    images = pipeline_with_logprob(model.pipeline, prompts, generators, **size, **how).images
+    images = pipeline_with_logprob(
+        model.pipeline, prompts, generators, **size, window=range(0), noise_level=0.0, vae_batch_size=256
+    ).images
     metadata = [prompt.metadata for prompt in prompts]
     right = edits_reward.load(images.device)(images, texts_of(prompts), metadata)["accuracy"]
 
     tags = [entry["tag"] for entry in metadata]
     means = {"all": round(right.mean().item(), 4)}
     for tag in sorted(set(tags)):
-        has_tag = torch.tensor([other == tag for other in tags])
+        has_tag = torch.tensor([tag_of_prompt == tag for tag_of_prompt in tags])
         means[tag] = round(right[has_tag].mean().item(), 4)
     return means
 

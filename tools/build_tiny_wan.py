@@ -63,6 +63,7 @@ PROMPTS = Path(__file__).parents[1] / "dataset" / "motions" / "train_metadata.js
 
 
 def prompts_of(split: str) -> list[dict]:
+    """Return the metadata of a split's prompts."""
     return [prompt.metadata for prompt in load_prompts("dataset/motions", split)]
 
 
@@ -158,12 +159,15 @@ def rendered(prompts: list[dict], batch: int, generator: torch.Generator) -> Ite
 
 def accuracy(drawn: Tensor, prompts: list[dict]) -> dict[str, float]:
     """Return the strict accuracy of videos [P, f, 3, R, R] in [0, 1]: {"all": mean, tag: ...}."""
-    scores = motions_reward.load(drawn.device)(drawn.float().cpu(), [], prompts)["accuracy"].tolist()
+    score = motions_reward.load(drawn.device)
+    scores = score(drawn.float().cpu(), [], prompts)["accuracy"].tolist()
     by_tag: dict[str, list[float]] = {}
     for prompt, score in zip(prompts, scores, strict=True):
         by_tag.setdefault(prompt["tag"], []).append(score)
-    means = {tag: round(sum(values) / len(values), 4) for tag, values in by_tag.items()}
-    return {"all": round(sum(scores) / len(scores), 4)} | means
+    means = {"all": round(sum(scores) / len(scores), 4)}
+    for tag, values in by_tag.items():
+        means[tag] = round(sum(values) / len(values), 4)
+    return means
 
 
 def reconstruction(vae: AutoencoderKLWan, prompts: list[dict], generator: torch.Generator) -> dict:
@@ -181,8 +185,15 @@ def sample(pipe: WanPipeline, prompts: list[dict], seed: int, guidance_scale: fl
     texts = [prompt["prompt"] for prompt in prompts]
     generator = torch.Generator().manual_seed(seed)
     size = dict(height=RESOLUTION, width=RESOLUTION, num_frames=NUM_FRAMES, num_inference_steps=NUM_STEPS)
-    how = dict(guidance_scale=guidance_scale, max_sequence_length=TEXT_TOKENS, output_type="pt")
-    return pipe(texts, **size, **how, generator=generator).frames.float()
+    drawn = pipe(
+        texts,
+        **size,
+        guidance_scale=guidance_scale,
+        max_sequence_length=TEXT_TOKENS,
+        output_type="pt",
+        generator=generator,
+    )
+    return drawn.frames.float()
 
 
 def flow_matching_loss(model: FlowModel, x_0: Tensor, condition: Condition, generator: torch.Generator) -> Tensor:
@@ -192,7 +203,8 @@ def flow_matching_loss(model: FlowModel, x_0: Tensor, condition: Condition, gene
     sigma = SHIFT * even / (1 + (SHIFT - 1) * even)
     noise = torch.randn(x_0.shape, generator=generator, device=x_0.device)
     x_t = torch.lerp(x_0, noise, sigma.view(-1, 1, 1, 1, 1))
-    return velocity_error(model.forward(x_t, 1000 * sigma, condition, 1.0, SIZE), x_0, noise).mean()
+    velocity = model.forward(x_t, 1000 * sigma, condition, 1.0, SIZE)
+    return velocity_error(velocity, x_0, noise).mean()
 
 
 @torch.no_grad()

@@ -146,14 +146,17 @@ def causes(run, rollout: StoredSteps, before: Callable | None) -> dict[str, dict
 
 
 def with_rounded_latents(rows: StepRows) -> StepRows:
+    """Return rows whose latents were in bfloat16 for a moment."""
     return replace(rows, latents=rows.latents.bfloat16().float())
 
 
 def with_wider_text(rows: StepRows, width: int) -> StepRows:
+    """Return rows whose text is padded to more tokens."""
     return replace(rows, condition=rows.condition.padded(width))
 
 
 def with_cut_text(rows: StepRows) -> StepRows:
+    """Return rows without text that is padding in all of them."""
     return replace(rows, condition=rows.condition.trimmed(1))
 
 
@@ -184,9 +187,9 @@ def some_rows(rollout: StoredSteps, size: int) -> Tensor:
 def by_cause(run, seen, rollout: StoredSteps, rows: Tensor, before: Callable | None) -> dict[str, Tensor]:
     """Return the log-probs [R, J] of `rows` with each cause."""
     shuffled = torch.randperm(len(rows), generator=rng.generator(0, "neighbours"))
-    others = forward(run, seen, rollout, rows[shuffled])
-    back = shuffled.argsort().to(others.log_prob.device)
-    log_probs = {"other neighbours": others.log_prob[back]}
+    log_prob = forward(run, seen, rollout, rows[shuffled]).log_prob
+    back_in_order = shuffled.argsort().to(log_prob.device)
+    log_probs = {"other neighbours": log_prob[back_in_order]}
     for name, change in causes(run, rollout, before).items():
         with suppress(RuntimeError):  # not every kernel takes every input
             log_probs[name] = forward(run, seen, rollout, rows, **change).log_prob
@@ -325,10 +328,10 @@ def main(config, random_weights: bool) -> int:
 if __name__ == "__main__":
     # The flag is no setting of a config, whose parser would refuse it.
     flag = "--random_weights"
-    words = [word for word in sys.argv[1:] if word != flag]
     random_weights = flag in sys.argv
+    arguments = [argument for argument in sys.argv[1:] if argument != flag]
 
     def run_and_exit(config) -> None:
         sys.exit(main(config, random_weights))
 
-    command_line.run(run_and_exit, command_line.parse("config/grpo.py:shapes_qwenimage_pr", arguments=words))
+    command_line.run(run_and_exit, command_line.parse("config/grpo.py:shapes_qwenimage_pr", arguments=arguments))

@@ -92,16 +92,27 @@ def sample_sources(num: int, generator: torch.Generator) -> Layout:
 
 def possible(layout: Layout) -> Tensor:
     """Return which edits each object can take, [B, M, V] bool: a colour that it has not, and ways that are free."""
+    recolor = layout.color[..., None] != torch.arange(len(COLORS), device=layout.kind.device)
+    remove = torch.ones_like(recolor[..., :1])
+    # In the order of EDITS.
+    able = torch.cat([recolor, remove, _free_ways(layout)], 2)
+    return able & layout.present[..., None]
+
+
+def _free_ways(layout: Layout) -> Tensor:
+    """Return in which directions each object can move, [B, M, 4] bool: it stays in the picture, and clear of others."""
     device = layout.kind.device
-    recolor = layout.color[..., None] != torch.arange(len(COLORS), device=device)
-    moved = layout.center[:, :, None] + MOVE * torch.tensor([*DIRECTIONS.values()], device=device)  # [B, M, 4, 2]
+    directions = torch.tensor([*DIRECTIONS.values()], device=device)
+    moved = layout.center[:, :, None] + MOVE * directions  # [B, M, 4, 2]
     edge = (layout.radius + GAP / 2)[..., None, None]
-    inside = ((moved >= edge) & (moved <= 1 - edge)).all(-1)
-    gap = (moved[:, :, :, None] - layout.center[:, None, None]).norm(dim=-1)  # [B, M, 4, M]
+    is_inside = ((moved >= edge) & (moved <= 1 - edge)).all(-1)
+
+    # Between an object that has moved and where each object is now, [B, M, 4, M].
+    gap = (moved[:, :, :, None] - layout.center[:, None, None]).norm(dim=-1)
     gap = gap - layout.radius[:, :, None, None] - layout.radius[:, None, None]
-    other = layout.present[:, None, None] & ~torch.eye(MAX_OBJECTS, dtype=torch.bool, device=device)[:, None]
-    free = inside & ((gap >= GAP) | ~other).all(-1)
-    return torch.cat([recolor, torch.ones_like(recolor[..., :1]), free], 2) & layout.present[..., None]
+    is_itself = torch.eye(MAX_OBJECTS, dtype=torch.bool, device=device)[:, None]
+    is_in_the_way = layout.present[:, None, None] & ~is_itself & (gap < GAP)
+    return is_inside & ~is_in_the_way.any(-1)
 
 
 def sample_edits(layout: Layout, generator: torch.Generator) -> Edits:
@@ -111,7 +122,9 @@ def sample_edits(layout: Layout, generator: torch.Generator) -> Edits:
     action = torch.randint(len(VALUES), (num, 1, 1), generator=generator, device=device)
     able = possible(layout)
     wanted = able & (ACTION.to(device) == action)
-    able = torch.where(wanted.any(2, keepdim=True).any(1, keepdim=True), wanted, able)
+    # Where no object can take the action, any edit is taken.
+    has_wanted = wanted.flatten(1).any(1)[:, None, None]
+    able = torch.where(has_wanted, wanted, able)
     chosen = torch.multinomial(able.flatten(1).float(), 1, generator=generator)[:, 0]
     named, wording = torch.randint(2, (2, num), generator=generator, device=device)
     return Edits(chosen // len(EDITS), chosen % len(EDITS), named, wording)

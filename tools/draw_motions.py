@@ -54,18 +54,20 @@ class MotionTable(NamedTuple):
 
 def entry(kind: str, color: str | None, moves: tuple[str, ...], speed: str | None = None) -> dict[str, Any]:
     """Return an object of a prompt's metadata."""
-    made: dict[str, Any] = {"class": kind}
+    fields: dict[str, Any] = {"class": kind}
     if color:
-        made["color"] = color
-    made["moves"] = list(moves)
+        fields["color"] = color
+    fields["moves"] = list(moves)
     if speed:
-        made["speed"] = speed
-    return made
+        fields["speed"] = speed
+    return fields
 
 
 def clause(item: dict[str, Any]) -> str:
     """Return what an object does, in words."""
-    name = " ".join(["a", item["color"], item["class"]] if "color" in item else ["a", item["class"]])
+    name = f"a {item['class']}"
+    if "color" in item:
+        name = f"a {item['color']} {item['class']}"
     if not item["moves"]:
         return f"{name} stands still"
     ways = ", then ".join(PHRASES[move] for move in item["moves"])
@@ -89,12 +91,19 @@ def one_object(tag: str) -> Iterator[list[dict[str, Any]]]:
 
 def two_objects(tag: str, generator: torch.Generator) -> Iterator[list[dict[str, Any]]]:
     """Yield the objects of prompts of a tag, all pairs of shapes alike, with colours that are drawn, or none."""
-    second_moves = [(move,) for move in DIRECTIONS] if tag == "two_object" else [()]
-    for kinds, move, second in itertools.product(itertools.permutations(SHAPES, 2), DIRECTIONS, second_moves):
-        for _ in range(8 // len(second_moves)):
+    # The second object stands still where the tag says so.
+    second_moves: list[tuple[str, ...]] = [()]
+    if tag == "two_object":
+        second_moves = [(move,) for move in DIRECTIONS]
+    # Each pair and first move have equally many prompts, whatever the second does.
+    num_colorings = 8 // len(second_moves)
+    pairs = itertools.permutations(SHAPES, 2)
+    for (first_kind, second_kind), first_move, second_move in itertools.product(pairs, DIRECTIONS, second_moves):
+        for _ in range(num_colorings):
             first_color, second_color = torch.randint(len(COLOR_NAMES), (2,), generator=generator).tolist()
-            first = entry(kinds[0], COLOR_NAMES[first_color], (move,))
-            yield [first, entry(kinds[1], COLOR_NAMES[second_color], second)]
+            first = entry(first_kind, COLOR_NAMES[first_color], (first_move,))
+            second = entry(second_kind, COLOR_NAMES[second_color], second_move)
+            yield [first, second]
 
 
 def held_out_key(tag: str, objects: list[dict[str, Any]]) -> tuple:
@@ -123,12 +132,18 @@ def prompts() -> dict[str, list[dict[str, Any]]]:
                 text = wording.format(" and ".join(map(clause, objects)))
                 seen[text] = {"tag": tag, "prompt": text, "objects": objects}
         rows = list(seen.values())
-        order = torch.randperm(len(rows), generator=generator).tolist()
-        trained = [rows[i] for i in order if held_out_key(tag, rows[i]["objects"]) not in held_out]
-        kept = [rows[i] for i in order if held_out_key(tag, rows[i]["objects"]) in held_out]
+        trained = []
+        evaluated = []
+        for number in torch.randperm(len(rows), generator=generator).tolist():
+            row = rows[number]
+            if held_out_key(tag, row["objects"]) in held_out:
+                evaluated.append(row)
+            else:
+                trained.append(row)
+        num_validation = SPLITS["validation"]
         splits["train"] += trained[: SPLITS["train"]]
-        splits["validation"] += kept[: SPLITS["validation"]]
-        splits["test"] += kept[SPLITS["validation"] : SPLITS["validation"] + SPLITS["test"]]
+        splits["validation"] += evaluated[:num_validation]
+        splits["test"] += evaluated[num_validation : num_validation + SPLITS["test"]]
     return splits
 
 

@@ -65,14 +65,18 @@ def render(layout: Layout, resolution: int = 64) -> Tensor:
     colors = torch.tensor(list(COLORS.values()), device=device)
     background = torch.tensor(BACKGROUND, device=device).view(1, 3, 1, 1)
     images = background.expand(len(layout.kind), 3, resolution, resolution)
+    rows = torch.arange(len(images), device=device)
     for m in range(layout.kind.shape[1]):
+        # Pixels seen from the object's centre, in its radii.
         radius = layout.radius[:, m, None, None]
         x = (axis[None, None, :] - layout.center[:, m, 0, None, None]) / radius
         y = (axis[None, :, None] - layout.center[:, m, 1, None, None]) / radius
-        distances = signed_distances(x, y)
-        distance = distances[layout.kind[:, m], torch.arange(len(images), device=device)]
-        coverage = (0.5 - distance * radius * resolution).clamp(0, 1) * layout.present[:, m, None, None]
-        images = images.lerp(colors[layout.color[:, m], :, None, None], coverage[:, None])
+        distances_of_kinds = signed_distances(x, y)
+        distance = distances_of_kinds[layout.kind[:, m], rows]
+        distance_in_pixels = distance * radius * resolution
+        coverage = (0.5 - distance_in_pixels).clamp(0, 1) * layout.present[:, m, None, None]
+        color = colors[layout.color[:, m], :, None, None]
+        images = images.lerp(color, coverage[:, None])
     return images
 
 
@@ -115,18 +119,24 @@ def _clearance(center: Tensor, radius: Tensor, present: Tensor) -> Tensor:
 
     An object that is not there is in nobody's way.
     """
+    # The two objects of each pair.
     i, j = torch.triu_indices(MAX_OBJECTS, MAX_OBJECTS, offset=1, device=center.device)
-    gap = (center[..., i, :] - center[..., j, :]).norm(dim=-1) - radius[..., i] - radius[..., j]
-    return gap.masked_fill(~(present[..., i] & present[..., j]), 1.0).amin(-1)
+    distance = (center[..., i, :] - center[..., j, :]).norm(dim=-1)
+    gap = distance - radius[..., i] - radius[..., j]
+    are_present = present[..., i] & present[..., j]
+    return gap.masked_fill(~are_present, 1.0).amin(-1)
 
 
 def _relation_margin(center: Tensor, relation: Tensor) -> Tensor:
     """Return how clearly object 1 lies where the relation says, >= 0 if it does. [B, T, M, 2], [B] -> [B, T]."""
-    directions = torch.tensor(list(RELATIONS.values()), device=center.device, dtype=center.dtype)[relation][:, None]
+    directions = torch.tensor(list(RELATIONS.values()), device=center.device, dtype=center.dtype)
+    direction = directions[relation][:, None]
     offset = center[..., 1, :] - center[..., 0, :]
-    along = (offset * directions).sum(-1)
-    aside = (offset * directions.flip(-1)).sum(-1).abs()
-    return torch.minimum(along - CLEAR_OFFSET, along - aside).masked_fill((relation < 0)[:, None], 1.0)
+    along = (offset * direction).sum(-1)
+    aside = (offset * direction.flip(-1)).sum(-1).abs()
+    margin = torch.minimum(along - CLEAR_OFFSET, along - aside)
+    is_anywhere = (relation < 0)[:, None]
+    return margin.masked_fill(is_anywhere, 1.0)
 
 
 def sample_layouts(table: PromptTable, index: Tensor, generator: torch.Generator, tries: int = 256) -> Layout:
@@ -141,17 +151,22 @@ def sample_layouts(table: PromptTable, index: Tensor, generator: torch.Generator
     low, high = torch.tensor(RADII, device=device)[present.sum(1) - 1].unbind(-1)
 
     size = (len(index), tries, MAX_OBJECTS)
-    radius = torch.rand(size, generator=generator, device=device).mul((high - low)[:, None, None]) + low[:, None, None]
+    low = low[:, None, None]
+    high = high[:, None, None]
+    radius = torch.rand(size, generator=generator, device=device) * (high - low) + low
     edge = (radius + GAP / 2)[..., None]
     center = torch.rand((*size, 2), generator=generator, device=device) * (1 - 2 * edge) + edge
-    slack = torch.minimum(_clearance(center, radius, present[:, None]) - GAP, _relation_margin(center, relation))
-    best = torch.where(slack >= 0, 2.0, slack).argmax(1)  # argmax takes the first of equals
+    clearance = _clearance(center, radius, present[:, None]) - GAP
+    slack = torch.minimum(clearance, _relation_margin(center, relation))
+    # All valid arrangements are equal, and argmax takes the first of equals.
+    best = torch.where(slack >= 0, 2.0, slack).argmax(1)
 
     row = torch.arange(len(index), device=device)
     return Layout(kind, torch.where(color < 0, any_color, color), center[row, best], radius[row, best], present)
 
 
 def shapes_prompts(split: str) -> list[dict]:
+    """Return the metadata of a split's prompts."""
     return [prompt.metadata for prompt in load_prompts("dataset/shapes", split)]
 
 

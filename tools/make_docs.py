@@ -5,6 +5,7 @@ the text of MAKERS[NAME]; words after NAME are its arguments.
 """
 
 import ast
+import math
 import re
 import sys
 from collections import defaultdict
@@ -72,9 +73,9 @@ def experiments() -> str:
 def script_of(config) -> str:
     """Return the script that is named after a config's model, or else the one of Qwen-Image, which takes all models."""
     pattern = settings.SCRIPTS[config.algorithm]
-    own = pattern.replace("*", family_of(config).NAME)
-    if (ROOT / "scripts" / own).exists():
-        return own
+    of_model = pattern.replace("*", family_of(config).NAME)
+    if (ROOT / "scripts" / of_model).exists():
+        return of_model
     return pattern.replace("*", "qwenimage")
 
 
@@ -115,13 +116,13 @@ def gpu_counts(config) -> str:
 
 def variants() -> str:
     """Return a table of all variants, with the config files that have each."""
-    found: dict[tuple[str, str], list[str]] = {}
+    files_of: dict[tuple[str, str], list[str]] = {}
     for file, module in CONFIGS.items():
         for variant in module.VARIANTS:
             key = variant.__name__, first_paragraph(variant.__doc__)
-            found.setdefault(key, []).append(Path(file).stem)
+            files_of.setdefault(key, []).append(Path(file).stem)
     rows = []
-    for (name, meaning), files in sorted(found.items()):
+    for (name, meaning), files in sorted(files_of.items()):
         rows.append([f"`{name}`", meaning, ", ".join(files)])
     return table(["variant", "what it changes", "config/"], rows)
 
@@ -134,11 +135,17 @@ def reward_files() -> str:
         if name in rewards.HELPERS or name == "__init__":
             continue
         docstring = ast.get_docstring(ast.parse(path.read_text()))
-        bounds = "{:g} to {:g}".format(*rewards.bounds(name)).replace("inf", "infinity")
-        bounds = bounds.replace("-infinity to infinity", "unbounded")
         gradient = "yes" if rewards.has_gradient(name) else ""
-        rows.append([f"`{name}`", first_paragraph(docstring), bounds, gradient])
+        rows.append([f"`{name}`", first_paragraph(docstring), bounds_in_words(name), gradient])
     return table(["reward", "what it scores", "bounds", "gradient"], rows)
+
+
+def bounds_in_words(reward: str) -> str:
+    """Return the lowest and the highest score of a reward."""
+    lowest, highest = rewards.bounds(reward)
+    if math.isinf(lowest) and math.isinf(highest):
+        return "unbounded"
+    return f"{lowest:g} to {highest:g}".replace("inf", "infinity")
 
 
 def model_files() -> str:
@@ -147,12 +154,12 @@ def model_files() -> str:
     rows = []
     for name in registry.names():
         family = model_classes.by_name(name)
-        used = {config.model for config in configs if family_of(config) is family}
+        used_models = {config.model for config in configs if family_of(config) is family}
         file = family.__module__.replace(".", "/")
         rows.append(
             [
                 f"`{family.PIPELINE.__name__}`",
-                "; ".join(map(licensed, sorted(used))),
+                "; ".join(map(licensed, sorted(used_models))),
                 f"`{file}.py`",
                 f"{family.GUIDANCE_SCALE:g}",
             ]
@@ -162,10 +169,11 @@ def model_files() -> str:
 
 
 def licensed(model: str) -> str:
-    known = registry.published(model)
-    if not known:
+    """Return a model with the licence and the size of its weights, if they are published."""
+    weights = registry.published(model)
+    if not weights:
         return f"`{model}`"
-    return f"`{model}`: {known.licence}, {known.download_gb} GB"
+    return f"`{model}`: {weights.licence}, {weights.download_gb} GB"
 
 
 def measured_runs() -> str:
@@ -238,7 +246,7 @@ def code(file: str, *names: str) -> str:
     parts = []
     for node in ast.parse(text).body:
         if defined_names(node) & set(names):
-            parts.append("\n".join(lines[first_line(node) - 1 : node.end_lineno]))
+            parts.append(excerpt(lines, first_line(node), node.end_lineno))
     assert parts, (file, names)
     return "```python\n" + "\n".join(parts) + "\n```"
 
@@ -247,11 +255,19 @@ def defined_names(node: ast.stmt) -> set[str]:
     """Return the name of a function or class, or the names that an assignment binds."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
-    found = set()
-    if isinstance(node, ast.Assign):
-        for target in node.targets:
-            found.update(part.id for part in ast.walk(target) if isinstance(part, ast.Name))
-    return found
+    if not isinstance(node, ast.Assign):
+        return set()
+    names = set()
+    for target in node.targets:
+        for part in ast.walk(target):
+            if isinstance(part, ast.Name):
+                names.add(part.id)
+    return names
+
+
+def excerpt(lines: list[str], first: int, last: int | None) -> str:
+    """Return the lines of a file from one number to another, as the syntax tree counts them: from 1."""
+    return "\n".join(lines[first - 1 : last])
 
 
 def interface(file: str, *names: str) -> str:
@@ -273,7 +289,7 @@ def interface(file: str, *names: str) -> str:
         if "" in chosen:
             part = declaration(node, lines)
         else:
-            part = "\n".join([*lines[first_line(node) - 1 : node.body[0].end_lineno], ""])
+            part = excerpt(lines, first_line(node), node.body[0].end_lineno) + "\n"
         for member in filter(None, chosen):
             part += "\n" + member_of(node, member, lines)
         parts.append(part)
@@ -284,19 +300,22 @@ def interface(file: str, *names: str) -> str:
 def declaration(node: ast.FunctionDef | ast.ClassDef, lines: list[str]) -> str:
     """Return the lines of a function up to the end of its docstring, or of a class up to its first method."""
     if isinstance(node, ast.ClassDef):
+        last = node.end_lineno
         methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-        end = first_line(methods[0]) - 1 if methods else node.end_lineno
-        return "\n".join(lines[first_line(node) - 1 : end]).rstrip()
+        if methods:
+            last = first_line(methods[0]) - 1
+        return excerpt(lines, first_line(node), last).rstrip()
+    first_statement = node.body[0]
     if ast.get_docstring(node):
-        return "\n".join(lines[node.lineno - 1 : node.body[0].end_lineno])
-    return "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1]) + " ..."
+        return excerpt(lines, node.lineno, first_statement.end_lineno)
+    return excerpt(lines, node.lineno, first_statement.lineno - 1) + " ..."
 
 
 def member_of(node: ast.ClassDef, name: str, lines: list[str]) -> str:
     """Return the lines of a field of a class, or a method after an empty line."""
     for part in node.body:
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.target.id == name:
-            return "\n".join(lines[part.lineno - 1 : part.end_lineno])
+            return excerpt(lines, part.lineno, part.end_lineno)
         if isinstance(part, ast.FunctionDef) and part.name == name:
             decorators = lines[first_line(part) - 1 : part.lineno - 1]
             return "\n".join(["", *decorators, declaration(part, lines)])
@@ -328,14 +347,16 @@ MAKERS = {
 def made(text: str) -> str:
     """Return a page with all of its blocks written anew."""
 
-    def block(found: re.Match) -> str:
-        name, *arguments = found[2].split()
-        return found[1] + MAKERS[name](*arguments) + "\n" + found[3]
+    def written_anew(block: re.Match) -> str:
+        begin, name_and_arguments, end = block.groups()
+        name, *arguments = name_and_arguments.split()
+        return begin + MAKERS[name](*arguments) + "\n" + end
 
-    return BLOCK.sub(block, text)
+    return BLOCK.sub(written_anew, text)
 
 
 def pages() -> list[Path]:
+    """Return the files that may have blocks."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

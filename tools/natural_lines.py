@@ -32,7 +32,7 @@ KINDS = {
 LIMITS = {
     "config": (0, 0, 0, 0, 0, 0, 0),
     "scripts": (0, 0, 0, 0, 0, 0, 0),
-    "tools": (0, 0, 0, 0, 0, 0, 15),
+    "tools": (0, 0, 0, 0, 0, 0, 0),
     "benchmarks": (0, 0, 0, 0, 0, 0, 13),
     "tests": (0, 0, 0, 0, 0, 0, 0),
     "flow_grpo/algorithms": (0, 0, 0, 0, 0, 0, 0),
@@ -44,6 +44,7 @@ LIMITS = {
     "flow_grpo/evaluation": (0, 0, 0, 0, 0, 0, 0),
     "flow_grpo/kernels": (0, 0, 0, 0, 0, 0, 0),
     "flow_grpo/monitoring": (0, 0, 0, 0, 0, 0, 0),
+    "flow_grpo/plan": (0, 0, 0, 0, 0, 0, 0),
     "flow_grpo/reward_server": (0, 0, 0, 0, 0, 0, 0),
     "flow_grpo/rewards": (0, 0, 0, 0, 0, 0, 0),
     "flow_grpo/run": (0, 0, 0, 0, 0, 0, 0),
@@ -101,8 +102,10 @@ def is_vague_docstring(node: ast.AST) -> bool:
     """Say whether a module, class or function has a docstring that begins with a word of VAGUE or THIRD_PERSON."""
     if not isinstance(node, DOCUMENTED):
         return False
-    words = (ast.get_docstring(node) or "").split()
-    return bool(words) and words[0].strip(".,:;").lower() in VAGUE | THIRD_PERSON
+    first_word = re.match(r"\S+", ast.get_docstring(node) or "")
+    if first_word is None:
+        return False
+    return first_word[0].strip(".,:;").lower() in VAGUE | THIRD_PERSON
 
 
 def is_empty_name(node: ast.AST) -> bool:

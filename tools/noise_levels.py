@@ -48,11 +48,14 @@ def of_published_models() -> list[NoiseLevels]:
 
 
 def _of_model(hub_id: str, num_steps: int, size: Size) -> NoiseLevels:
+    """Return the row of a published model that is sampled in `num_steps` steps."""
     model = with_published_scheduler(hub_id)
     levels = model.noise_levels(num_steps, size) / 1000
+    # DPO draws the sigmoid of a standard normal, as a place among all levels.
     places = (torch.tensor(QUANTILES).sigmoid() * len(levels)).long()
     trained = levels[places].sort().values
-    sampled = model.schedule(num_steps, size).sigmas[:-1]  # the last one is 0, an image
+    # The last sigma is 0, an image.
+    sampled = model.schedule(num_steps, size).sigmas[:-1]
     return NoiseLevels(hub_id, num_steps, size, _shift_in_words(model), trained.tolist(), sampled.tolist())
 
 

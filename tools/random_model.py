@@ -94,8 +94,15 @@ def random_folder(folder: Path) -> str:
 def attach_adapters(model: FlowModel, lora) -> None:
     """Attach adapters as a run does on one GPU, by config.lora, in bf16."""
     policies.attach(model.transformer, lora, model.LORA_TARGETS)
-    how = dict(units=model.SHARD_UNITS, weights=None, init=policies.adapter_init(lora, 0))
-    fsdp_utils.prepare(model.network, None, **how, device=model.device, precision="bf16")
+    fsdp_utils.prepare(
+        model.network,
+        None,
+        units=model.SHARD_UNITS,
+        weights=None,
+        init=policies.adapter_init(lora, 0),
+        device=model.device,
+        precision="bf16",
+    )
 
 
 def full_config(config, kind: str, edits: bool = False):

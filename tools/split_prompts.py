@@ -63,6 +63,7 @@ def rows(path: Path, column: str) -> Iterator[dict]:
 
 
 def order(text: str) -> bytes:
+    """Return a key that puts prompts into an order of no meaning, the same one for ever."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
@@ -79,11 +80,12 @@ def split(prompts: Iterable[dict], num_test: int, num_validation: int, longest: 
     if len(unique) <= num_test + num_validation:
         raise UserError(f"{len(unique)} prompts are too few for {num_test} test and {num_validation} validation ones")
     drawn = sorted(unique, key=order)
-    held = dict.fromkeys(drawn[:num_test], "test")
-    held |= dict.fromkeys(drawn[num_test : num_test + num_validation], "validation")
+    split_of = dict.fromkeys(drawn[:num_test], "test")
+    split_of |= dict.fromkeys(drawn[num_test : num_test + num_validation], "validation")
     splits = {name: [] for name in SPLITS}
     for text, row in unique.items():
-        splits[held.get(text, "train")].append(row)
+        name = split_of.get(text, "train")
+        splits[name].append(row)
     return splits
 
 
@@ -130,8 +132,12 @@ def write(splits: dict[str, list[dict]], out: Path) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    prompts = itertools.chain.from_iterable(rows(source, args.column) for source in args.sources)
-    write(split(prompts, args.test, args.validation, args.longest), args.out)
+    """Run the command."""
+    prompts = []
+    for source in args.sources:
+        prompts += rows(source, args.column)
+    splits = split(prompts, args.test, args.validation, args.longest)
+    write(splits, args.out)
 
 
 if __name__ == "__main__":
