@@ -392,6 +392,11 @@ def released_on_error(folder: Path) -> Iterator[None]:
         raise
 
 
+def is_of_the_system(error: BaseException) -> bool:
+    """Return whether the system failed. safetensors raises errors of its own, which say "(os error NUMBER)"."""
+    return isinstance(error, OSError) or "(os error" in str(error)
+
+
 def is_disk_full(error: Exception) -> bool:
     """Return whether an error says that a disk, or the user's share of it, is full."""
     return _has_number(error, FULL)

@@ -271,9 +271,7 @@ def _status(error: BaseException) -> int | None:
 
 def _is_of_the_disk(error: BaseException) -> bool:
     """Return whether an error says that a disk is full, broken or not to be written by this user."""
-    # safetensors raises errors of its own, which say "(os error NUMBER)".
-    is_of_the_system = isinstance(error, OSError) or "(os error" in str(error)
-    return is_of_the_system and folders.is_disk_error(error)
+    return folders.is_of_the_system(error) and folders.is_disk_error(error)
 
 
 def _is_of_another_rank(error: BaseException) -> bool:

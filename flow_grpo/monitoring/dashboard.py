@@ -42,9 +42,7 @@ def explained(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors raises errors of its own, which say "(os error NUMBER)".
-        is_os_error = isinstance(error, OSError) or "(os error" in str(error)
-        if isinstance(error, WriteFailed) or not is_os_error:
+        if isinstance(error, WriteFailed) or not folders.is_of_the_system(error):
             raise
         advice = "free some space; " if folders.is_disk_full(error) else ""
         raise WriteFailed(f"{run_dir} cannot be written: {error}; {advice}{folders.resume_hint(run_dir)}") from error
