@@ -69,6 +69,33 @@ def test_only_a_higher_finite_value_is_better():
         assert not best.improves(record(0, value), None)
 
 
+def test_too_little_variety_is_never_the_best():
+    def of(epoch, value, variety):
+        return replace(record(epoch, value), figures={"variety": variety})
+
+    assert best.improves(of(2, 0.6, 0.9), of(1, 0.5, 1.0), 0.9)
+    assert not best.improves(of(2, 0.6, 0.89), of(1, 0.5, 1.0), 0.9)
+    assert not best.improves(of(2, 0.6, float("nan")), None, 0.9)
+    # The setting has come later: what was best before is so no more, whether or not its variety is known.
+    for before in (of(1, 0.7, 0.5), record(1, 0.7)):
+        assert best.improves(of(2, 0.6, 0.9), before, 0.9)
+        assert not best.improves(of(2, 0.6, 0.9), before)
+
+
+def test_the_best_policy_of_a_run_keeps_the_variety_that_was_asked_for(recorded, tmp_path):
+    """Of a run whose score rises and whose images become more alike."""
+    run = recorded("nft")
+    epochs = lines_of(run.folder, "eval")
+    varieties = [line["eval/variety"] for line in epochs]
+    least = (varieties[1] + varieties[2]) / 2
+    scores = [line["eval/jpeg_compressibility"] for line in epochs]
+    assert scores[2] == max(scores) and varieties == sorted(varieties, reverse=True)
+    folder = train(run.name, tmp_path, **run.how | dict(eval__min_variety=least))
+    kept = best.read_best(folder)
+    assert (kept.epoch, kept.figures["variety"]) == (1, varieties[1])
+    assert lines_of(folder, "test")[-1]["test_best/jpeg_compressibility"] != scores[2]
+
+
 def test_a_figure_that_no_reward_has_cannot_choose():
     """Which is known once there are figures; a reward that there is not: test_refusals.py."""
     run = SimpleNamespace(config=Config(eval=Eval(best_by="shapes_beauty")), prompts=None, size=None)

@@ -10,6 +10,7 @@ import warm
 from refused import refusal
 from small import CHECKS, ENV, ROOT, command_of, config_of, exported, lines_of, plan, train
 
+from flow_grpo.checkpoints import best
 from flow_grpo.command_line import checks
 
 SAME = ("loss", "policy_loss", "grad_norm", "ratio_mean", "ratio_std", "approx_kl", "advantage_abs_mean")
@@ -150,6 +151,17 @@ def test_two_ranks_equal_one_with_everything_that_looks_beyond_a_batch(tmp_path)
     for ours, theirs in zip(lines_of(one, "epoch"), lines_of(two, "epoch")):
         for sign in ("latent_rms", "diversity"):
             assert ours[f"health/{sign}"] == pytest.approx(theirs[f"health/{sign}"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_on_the_best_policy_by_its_variety(recorded, tmp_path):
+    """Rank 0 alone has the lines from before training."""
+    run = recorded("nft")
+    folder = on_two_ranks(run.name, tmp_path, **run.how | dict(eval__min_variety=0.999))
+    first, *others = lines_of(folder, "eval")
+    assert best.read_best(folder).epoch == first["epoch"] == 0
+    assert all(line["eval/variety"] < 0.999 for line in others)
+    assert any(line["eval/jpeg_compressibility"] > first["eval/jpeg_compressibility"] for line in others)
 
 
 @pytest.mark.slow

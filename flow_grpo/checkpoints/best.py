@@ -19,6 +19,8 @@ NAME = folders.BEST
 FILE = "evaluation.json"
 # Folder of the training state, if config.health.action is roll_back.
 STATE = "checkpoint"
+# Figure: how different a prompt's images are, as a share of that before training.
+VARIETY = "variety"
 # Outcome of an evaluation; its other fields say how and when it was made.
 RESULTS = ("value", "figures")
 # Fields that two evaluations must share for their values to be compared.
@@ -104,9 +106,23 @@ def from_settings(settings: dict[str, Any], path: Path) -> Evaluation:
     return folders.record_of(Evaluation, settings | {"value": math.nan, "figures": {}}, path)
 
 
-def improves(evaluation: Evaluation, best: Evaluation | None) -> bool:
-    """Return whether an evaluation is the best so far. A tie keeps the earlier one; NaN and infinities never win."""
-    return math.isfinite(evaluation.value) and (best is None or evaluation.value > best.value)
+def improves(evaluation: Evaluation, best: Evaluation | None, min_variety: float = 0.0) -> bool:
+    """Return whether an evaluation is the best so far. A tie keeps the earlier one; NaN and infinities never win.
+
+    Args:
+        min_variety: as config.eval.min_variety. A best evaluation with less, which a resumed run has from before the
+            setting was changed, gives way to any that has enough.
+    """
+    if not math.isfinite(evaluation.value) or not _is_varied(evaluation, min_variety):
+        return False
+    if best is None or not _is_varied(best, min_variety):
+        return True
+    return evaluation.value > best.value
+
+
+def _is_varied(evaluation: Evaluation, min_variety: float) -> bool:
+    """Return whether an evaluation measured at least this variety; 0 asks for none, nor that it was measured."""
+    return not min_variety or evaluation.figures.get(VARIETY, 0.0) >= min_variety
 
 
 def find_best(run_folder: Path) -> Path | None:

@@ -171,6 +171,11 @@ def _check_meaning(config: Config) -> None:
             raise UserError(f"config.{key} is {pixels}; it must be a multiple of 16 pixels")
     _check_frames(config)
     _check_best_by(config.eval.best_by, [*config.reward_fn, *config.eval.rewards])
+    if config.eval.min_variety and config.eval.noises_per_prompt == 1:
+        raise UserError(
+            f"config.eval.min_variety is {config.eval.min_variety}, but config.eval.noises_per_prompt is 1: one image "
+            "of a prompt has no variety"
+        )
     if config.health.action == "roll_back" and not config.evaluates:
         raise UserError(
             f"config.health.action is 'roll_back', but with config.eval_freq {config.eval_freq} and "

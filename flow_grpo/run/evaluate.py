@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from flow_grpo import rewards
+from flow_grpo.base import distributed
 from flow_grpo.base.formatting import with_error
 from flow_grpo.base.metric_table import is_of_frame
 from flow_grpo.base.pixels import beside_sources
@@ -82,7 +83,7 @@ def sampler_of(run: Run, shortcuts: Shortcuts = EXACT) -> evaluation.Sampler:
 
 def score_choosing(run: Run, epoch: int) -> dict[str, float]:
     """Score the averaged weights on the prompts that choose the best; log means and images. Returns the means by
-    name."""
+    name, and of several noises the variety as a share of that before training."""
     settings = run.config.eval
     split = evaluation.part_of(run.prompts.choosing, settings.num_prompts)
     folder = run.folder / "images" / f"eval_{epoch:06d}"
@@ -99,6 +100,9 @@ def score_choosing(run: Run, epoch: int) -> dict[str, float]:
         metrics[f"eval/{name}_masked_share"] = share
     run.board.log("eval", metrics, epoch=epoch, step=run.step)
     _log_shown_images(run, epoch, split.prompts, scores)
+    if "distance" in means:
+        # The main rank alone knows the distance before training.
+        means[best.VARIETY] = distributed.on_main(metrics.get, f"eval/{best.VARIETY}")
     return means
 
 
@@ -148,7 +152,7 @@ def _metrics_of(run: Run, kind: str, means: dict[str, float]) -> dict[str, float
             if key in line and line["epoch"] >= run.evaluations_since:
                 first = line[key]
                 break
-        metrics[f"{kind}/variety"] = means["distance"] / first if first else math.nan
+        metrics[f"{kind}/{best.VARIETY}"] = means["distance"] / first if first else math.nan
     return metrics
 
 

@@ -194,7 +194,7 @@ def settings_of_figures(config: Config) -> dict[str, str]:
 def keep_best(run: Run, epoch: int, figures: dict[str, float]) -> None:
     """If this evaluation is better than every earlier one, write the averaged weights and the figures to best/."""
     candidate = best_candidate(run, epoch, figures)
-    if best.improves(candidate, run.best_evaluation):
+    if best.improves(candidate, run.best_evaluation, run.config.eval.min_variety):
         with run.board.timed("save"), explained(run.folder):
             best.write_best(run.folder, candidate, partial(_fill_best, run, epoch))
         run.best_evaluation = candidate

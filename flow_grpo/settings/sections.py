@@ -462,6 +462,9 @@ class Eval(Section):
     best_by: str = setting("avg", resumable=True)
     """Metric under eval/ whose highest value makes the policy in best/."""
 
+    min_variety: float = setting(0.0, min=0, max=1, resumable=True)
+    """Variety under eval/, as a share of that before training, below which no policy is the best; 0 = any."""
+
     test_freq: int = setting(0, unit="epochs", min=0, resumable=True)
     """Test every N epochs, and before the first and after the last; 0 = only these."""
 
