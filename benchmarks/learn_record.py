@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from flow_grpo.base.formatting import markdown_table
+from flow_grpo.base.formatting import counted, markdown_table
 from flow_grpo.monitoring import report
 from flow_grpo.monitoring.plots import read_metrics
 
@@ -156,7 +156,7 @@ def _state(seeds: dict[int, Seed]) -> str:
         if seed.finished:
             continue
         if seed.num_epochs or seed.accuracies:
-            state.append(f"seed {number} ended early, after {seed.num_epochs} epochs")
+            state.append(f"seed {number} ended early, after {counted(seed.num_epochs, 'epochs')}")
         else:
             state.append(f"seed {number} missing")
     return "; ".join(state)

@@ -26,6 +26,7 @@ import torch
 from build_random_pipeline import clip_model, clip_tokenizer
 from transformers import CLIPImageProcessor, CLIPProcessor
 
+from flow_grpo.base.formatting import counted
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import command_line
 from flow_grpo.command_line.gpus import visible_gpus
@@ -93,7 +94,7 @@ class Job:
     def line(self) -> dict:
         """Return what the run measured; if it failed, print the end of its log and return {}."""
         if self.process.returncode:
-            print(f"{self.name} on {len(self.gpus)} GPUs: {self.log.read_text()[-3000:]}", file=sys.stderr)
+            print(f"{self.name} on {counted(len(self.gpus), 'GPUs')}: {self.log.read_text()[-3000:]}", file=sys.stderr)
             return {}
         line = json.loads(self.out.read_text().splitlines()[-1])
         line |= self.most_gib

@@ -21,7 +21,7 @@ from torch import Tensor
 from flow_grpo.algorithms import batch_plan
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted
+from flow_grpo.base.formatting import counted, quoted
 from flow_grpo.base.pixels import film_strips, to_pictures
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.data.prompts import load_prompts
@@ -134,7 +134,9 @@ class LoadedRun:
             name -> [P, ...], "avg" among them.
         """
         if len(images) != len(prompts):
-            raise UserError(f"there are images of {len(images)} prompts, and {len(prompts)} prompts")
+            raise UserError(
+                f"there are images of {counted(len(images), 'prompts')}, and {counted(len(prompts), 'prompts')}"
+            )
         num_leading = images.ndim - len(self.model.image_shape(training_size(self.config)))
         shape = images.shape[:num_leading]
         per_prompt = shape[1:].numel()

@@ -27,7 +27,7 @@ from ml_collections import ConfigDict
 from flow_grpo import rewards
 from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted
+from flow_grpo.base.formatting import counted, quoted
 from flow_grpo.command_line import command_line
 from flow_grpo.diffusers_patch.size import Size, training_size
 from flow_grpo.settings import unknown_names
@@ -480,7 +480,7 @@ def markdown(table: Table, comparison: Comparison) -> str:
             constant.append(f"{key} {value}")
     split = comparison.split
     noises = ", ".join(map(str, comparison.seeds))
-    text = f"{len(split.prompts)} prompts ({split.name}), noises {noises} of each; {', '.join(constant)}.\n"
+    text = f"{counted(len(split.prompts), 'prompts')} ({split.name}), noises {noises} of each; {', '.join(constant)}.\n"
     text += "Mean ± standard error over prompts.\n\n"
     text += table_of_estimates(table.rows, differing, [shown_columns(table, row) for row in table.rows])
     if table.rows[0].by_category:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 from ml_collections import ConfigDict
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import counted
 from flow_grpo.command_line import checks, command_line
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config, Lora
@@ -530,13 +531,14 @@ def finish(folder: Path, origin: dict[str, Any], max_dropped_share: float) -> No
         dropped += part["dropped"]
     reasons = Counter(row["why"] for row in dropped)
     counts = dict(reasons)
-    print(f"{folder}: {pairs['train']} pairs and {pairs['validation']} held out, of {num_rows}; dropped: {counts}")
+    trained = counted(pairs["train"], "pairs")
+    print(f"{folder}: {trained} and {pairs['validation']} held out, of {num_rows}; dropped: {counts}")
     # Images that score alike are no fault of the source.
     num_unusable = len(dropped) - reasons[NO_PREFERENCE]
     if num_unusable > max_dropped_share * num_rows or not pairs["train"]:
         way_out = "; the same command makes the parts anew whose reward failed" if reasons[NO_SCORE] else ""
         raise UserError(
-            f"{num_unusable} of {num_rows} rows are unusable ({counts}), {pairs['train']} pairs are left to train on; "
+            f"{num_unusable} of {counted(num_rows, 'rows')} cannot be used ({counts}), {trained} left to train on; "
             f"allowed is a share of --max_dropped_share={max_dropped_share}{way_out}"
         )
     report = origin | dict(pairs=pairs, reasons=counts, dropped=dropped)
@@ -551,7 +553,7 @@ def make_parts(
     num_used = min(len(rows), options.max_rows or len(rows))
     if distributed.is_main() and num_used > options.part_size and not options.max_rows:
         take_less = f"--max_rows={options.part_size} takes the first {options.part_size} alone"
-        say(f"{num_used} rows of the source are used; {take_less}")
+        say(f"{counted(num_used, 'rows')} of the source are used; {take_less}")
     parts = {}
     for number, start in enumerate(range(0, num_used, options.part_size)):
         if number % ranks.world_size == ranks.rank and not is_made(folder, number):

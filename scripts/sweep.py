@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted, with_error
+from flow_grpo.base.formatting import counted, quoted, with_error
 from flow_grpo.base.signals import SIGNALS, STATUS
 from flow_grpo.command_line import command_line
 from flow_grpo.command_line.gpus import gpu_names, visible_gpus
@@ -381,7 +381,7 @@ def main(args: argparse.Namespace) -> int:
     print(write_table(sweep.out, sweep.members, sweep.failed))
     if done:
         report.write_page(done, sweep.out / "report.html")
-        print(f"{sweep.out} holds table.md and report.html of {len(done)} of {len(sweep.members)} runs")
+        print(f"{sweep.out} holds table.md and report.html of {len(done)} of {counted(len(sweep.members), 'runs')}")
     if sweep.signal:
         print("the same command continues the sweep")
         return 128 + signal.SIGINT if sweep.signal == signal.SIGINT else STATUS

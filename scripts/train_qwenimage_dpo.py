@@ -8,6 +8,7 @@ Papers: Diffusion-DPO, arXiv:2311.12908, for flows arXiv:2501.13918. Offline, th
 trains the shipped tiny model online.
 """
 
+from flow_grpo.base.formatting import counted
 from flow_grpo.command_line import checks, command_line
 
 config = None
@@ -86,7 +87,8 @@ def open_stored_pairs(config: Config) -> dict[str, preferences.PairFiles]:
     files = preferences.open_pairs(folder, shapes, config.model, size)
     pairs_per_update = config.sample.num_prompts_per_epoch // config.train.updates_per_epoch
     if len(files["train"]) < pairs_per_update:
-        raise UserError(f"{folder} holds {len(files['train'])} pairs to train on; an update takes {pairs_per_update}")
+        stored = counted(len(files["train"]), "pairs")
+        raise UserError(f"{folder} holds {stored} to train on; an update takes {pairs_per_update}")
     return files
 
 

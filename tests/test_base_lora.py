@@ -226,7 +226,7 @@ def test_a_lora_that_diffusers_reads_in_part_or_without_its_scales_is_refused(tm
     save_file(tensors, tmp_path / "alphas.safetensors")
     rows = []
     for name, words in {
-        "unknown_names": ["diffusers reads 0 of its 1 layers"],
+        "unknown_names": ["diffusers reads 0 of its 1 layer"],
         "half_known": ["diffusers reads 1 of its 2 layers"],
         "dora": ["is a DoRA"],
         "half": ["is not whole", "has no lora_B"],

@@ -494,7 +494,7 @@ def test_whom_config_alert_names_is_told_of_the_end_and_of_a_crash_but_not_of_ct
             command_line.run(raising(error), config)
     lines = told.read_text().splitlines()
     assert len(lines) == 2
-    assert "has ended after 1 epochs" in lines[0]
+    assert "has ended after 1 epoch" in lines[0]
     assert "shapes_qwenimage has failed: UserError: config.seed is 7" in lines[1]
     monkeypatch.setenv("RANK", "1")
     assert alerts.send("false", "said by rank 0 alone") == ""

@@ -180,7 +180,7 @@ def test_in_a_pipe_an_epoch_is_one_plain_line(board, capsys):
         board.log("update", {"loss": -0.5, "grad_norm": 2.0}, epoch=1, step=5)
     board.log("epoch", {"reward/avg": 0.125}, epoch=1, step=5)
     evaluation, epoch = capsys.readouterr().out.splitlines()
-    assert evaluation == "evaluation after 1 epochs  eval/shapes 0.25"
+    assert evaluation == "evaluation after 1 epoch  eval/shapes 0.25"
     assert epoch.startswith("epoch 2/3  reward/avg 0.125  loss -0.5  grad_norm 2  ")
     assert epoch.endswith("s/epoch  ETA 00:00")
     assert len(epoch) <= 120

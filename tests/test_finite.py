@@ -29,9 +29,9 @@ def test_the_first_tensor_that_is_not_finite_is_named(dtype):
         return finite.problem_of_tensors(dict(zip("abcd", tensors)))
 
     assert problem() == problem([1.0, 3e38], [], 3.0) == ""
-    assert problem([1.0], [0.0, NAN], [-INF], 3.0) == "2 of 4 tensors hold NaN or infinities, b the first"
-    assert problem([NAN], [3e38] * 9) == "1 of 2 tensors hold NaN or infinities, a the first"
-    assert problem([INF], []) == "1 of 1 tensors hold NaN or infinities, a the first"
+    assert problem([1.0], [0.0, NAN], [-INF], 3.0) == "2 of 4 tensors with NaN or infinities, b the first"
+    assert problem([NAN], [3e38] * 9) == "1 of 2 tensors with NaN or infinities, a the first"
+    assert problem([INF], []) == "1 of 1 tensor with NaN or infinities, a the first"
 
 
 def test_weights_that_are_spoilt_are_neither_saved_nor_exported(shallow, tmp_path, monkeypatch):
@@ -47,7 +47,7 @@ def test_weights_that_are_spoilt_are_neither_saved_nor_exported(shallow, tmp_pat
 
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     first = tmp_path / "shapes_qwenimage_smoke" / "checkpoints" / "epoch_000001"
-    says = rf"after update 4 nothing is saved \(the last checkpoint is {first}\): 2 of \d+ tensors hold NaN"
+    says = rf"after update 4 nothing is saved \(the last checkpoint is {first}\): 2 of \d+ tensors with NaN"
     with pytest.raises(FloatingPointError, match=says):
         train("shapes_qwenimage", tmp_path, eval_freq=0, save_freq=1, **shallow)
     assert list(first.parent.iterdir()) == [first]
@@ -62,7 +62,7 @@ def test_an_image_that_is_not_finite_is_not_scored(share):
     images = torch.full((3, 3, 16, 16), 0.5)
     images[1, 2, 5, 5] = NAN
     pending = pool.submit(images, as_prompts(["a", "b" * 5000, "c"]))
-    with pytest.raises(FloatingPointError, match=r"1 of 3 images hold NaN or infinities, the first of 'b+\.\.\.b+'"):
+    with pytest.raises(FloatingPointError, match=r"1 of 3 images with NaN or infinities, the first of 'b+\.\.\.b+'"):
         pending()
     assert pool.submit(images[:1], as_prompts(["a"]))()["avg"].isfinite().all()
 

@@ -133,7 +133,7 @@ def test_a_watched_reward_that_falls_while_the_trained_one_rises_raises_an_alarm
     assert health.judge(watching(trained, watched), OFF).alarms == []
     if alarm:
         assert verdict.figures["watched_drop"] == pytest.approx(0.15 / math.hypot(0.02, 0.02))
-        for part in ("shapes", "from its best 0.65 after 1 epochs to 0.5", "0.6 to 0.8", "config.health.watched_drop"):
+        for part in ("shapes", "from its best 0.65 after 1 epoch to 0.5", "0.6 to 0.8", "config.health.watched_drop"):
             assert part in verdict.alarms[0].sentence
 
 

@@ -65,7 +65,7 @@ def test_what_cannot_be_loaded_is_said(tmp_path, recorded):
         ("no prompt", lambda: run.draw([]), ["prompts or seeds is empty"]),
         ("a reward that is not here", lambda: unknown.score(images, ["a", "b"]), ["'redder'", "FLOW_GRPO_REWARDS"]),
         ("a text for a rule", lambda: by_rule.score(images, ["a", "b"]), ["reward 'shapes'", "of prompt 'a'"]),
-        ("another number", lambda: run.score(images, ["a"]), ["images of 2 prompts, and 1 prompts"]),
+        ("another number", lambda: run.score(images, ["a"]), ["images of 2 prompts, and 1 prompt"]),
     ]
     assert_refused(rows)
 

@@ -264,7 +264,7 @@ def test_an_installed_package_runs_the_scripts_and_configs_that_it_carries(wheel
 
     (tmp_path / "prompts.txt").write_text("a fox\nan owl\na bear\n")
     split = ("split_prompts", "prompts.txt", "--out", "mine", "--test=1", "--validation=1")
-    assert "train.txt: 1 prompts" in answer("-m", "flow_grpo", *split)
+    assert "train.txt: 1 prompt" in answer("-m", "flow_grpo", *split)
     sweep = ("sweep", "--slurm", "--out", "rates", "--vary", "seed=1,2", "train_qwenimage")
     job, script = re.findall(r"\S+/scripts/\S+", answer("-m", "flow_grpo", *sweep))
     assert Path(job).is_file()

@@ -464,7 +464,7 @@ def test_parts_that_lost_rows_to_a_reward_are_made_anew_once_it_answers(tmp_path
     rewards.register("brightness", brightness)
     how = dict(dataset=data, reward_fn={"brightness": 1.0}, reward__max_masked_share=1.0, max_rows=16)
     how |= dict(preferences__min_margin=0.0, sample__num_images_per_prompt=2)
-    with pytest.raises(UserError, match=r"8 of 16 rows are unusable.* makes the parts anew whose reward failed"):
+    with pytest.raises(UserError, match=r"8 of 16 rows cannot be used.* makes the parts anew whose reward failed"):
         prepare(NAME, tmp_path / "pairs", **how)
     first = tmp_path / "pairs" / "train_00000.parquet"
     written_at = first.stat().st_mtime_ns

@@ -197,7 +197,7 @@ def test_a_signal_in_mid_epoch_saves_what_completed_epochs_have_seen(coins, tmp_
     script, *flags = command_of(name, tmp_path / "broken", **how, signal_grace_s=0.0)
     environment = {"FLOW_GRPO_REWARDS": os.environ["FLOW_GRPO_REWARDS"]}
     stopped = warm.run(["tests/signalled.py", *flags], ENV | environment)
-    assert "stopped by SIGTERM after 1 epochs; epoch 2 is dropped" in stopped.stderr, stopped.stderr[-3000:]
+    assert "stopped by SIGTERM after 1 epoch; epoch 2 is dropped" in stopped.stderr, stopped.stderr[-3000:]
     folder = tmp_path / "broken" / unbroken.name
     assert len(progress_of(folder, 1)["prompt_signals"]) == 2, "the prompts of one epoch"
     resumed = warm.run([script, *flags, "--config.resume_from=latest"], ENV | environment)

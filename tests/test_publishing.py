@@ -199,7 +199,7 @@ def test_what_a_machine_knows_is_not_on_the_card(copy):
         assert word not in text
     for row in ("| prompts | prompts |", "| `num_epochs` | 5 |", "| `lora.targets` | ['a \\| b'] |"):
         assert row in text
-    assert "| branch | the first 2 epochs are those of old |" in text
+    assert "| branch | begins with 2 epochs of old |" in text
 
 
 HOSTILE = "<script>x</script>", "[y](javascript:z)", "![y][z]", "a\n\n# Head\n---", "`|` ``|", "*b* ~~b~~ $b$ _b_", "\\"

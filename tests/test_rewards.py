@@ -95,7 +95,7 @@ def test_a_reward_that_hangs_in_a_thread_ends_the_run_with_its_name(share, monke
     monkeypatch.setattr(client, "RETRY_S", 0.1)
     pool = pool_of(lambda *_: threading.Event().wait(20), timeout_s=0.1, max_masked_share=share)
     pending = submit(pool)
-    says = r"reward 'own' \(thread\): 3 requests wait, .* first prompt: 'prompt 0'; .* allows 0.2 s"
+    says = r"reward 'own' \(thread\): 3 requests under way, .* first prompt: 'prompt 0'; .* allows 0.2 s"
     with pytest.raises(RewardFailed, match=says):
         submit(pool)  # for which there is no room
     with pytest.raises(RewardFailed, match=says):
@@ -123,7 +123,9 @@ def test_what_is_waited_for_is_said(monkeypatch):
     monkeypatch.setattr(pools, "SIGN_OF_LIFE_S", 0.0)
     slow = pool_of(lambda images, *_: images.mean((1, 2, 3)) if told.wait(20) else None)
     assert torch.equal(submit(slow)()["own"], IMAGES.mean((1, 2, 3)))
-    assert "reward 'own' (thread): 3 requests wait, none was answered for 0 s; first prompt: 'prompt 0'" in lines[0]
+    assert (
+        "reward 'own' (thread): 3 requests under way, none was answered for 0 s; first prompt: 'prompt 0'" in lines[0]
+    )
 
 
 def set_dtype(images):

@@ -494,7 +494,7 @@ def test_an_image_that_our_server_cannot_score_is_left_out_alone_as_in_a_thread(
 
     with listening(score_some) as url:
         found = score(pool_of(url, max_masked_share=0.5))
-        with pytest.raises(RewardFailed, match=r"no number, for 'prompt 2' \(1 such images\)"):
+        with pytest.raises(RewardFailed, match=r"no number, for 'prompt 2' \(1 such image\)"):
             score(pool_of(url))
     rewards.register("some", score_some)
     try:
@@ -630,7 +630,7 @@ REFUSED = {  # a request, the status and words of the answer
     "a file for the text": (dict(files={"request": ("0", b"{}")}), 422, "'request' is a file"),
     "a text for a file": (parts(GOOD) | dict(data={"request": "{}", "images": "a"}), 422, "'images' is a field"),
     "no image": (parts(b"GIF89a" + b"\0" * 50), 422, "magic"),
-    "two images": (parts(GOOD, GOOD), 422, "2 images, 1 prompts"),
+    "two images": (parts(GOOD, GOOD), 422, "images: 2, prompts: 1"),
     "two sizes": (parts(GOOD, ODD, request=json.dumps({"prompts": ["a", "b"]})), 422, "one size"),
     "types": (parts(GOOD, request='{"prompts": [3]}'), 422, "prompts are strings"),
     "metadata": (parts(GOOD, request='{"prompts": ["a"], "metadata": ["b"]}'), 422, "metadata objects"),

@@ -110,7 +110,7 @@ def test_a_signal_within_an_update_drops_its_epoch_and_none_before_it(shallow, t
     script, *flags = command_of(NAME, tmp_path / "broken", **how, signal_grace_s=0.0)
     stopped = warm.run(["tests/signalled.py", *flags])
     assert stopped.returncode == signals.STATUS, stopped.stderr[-3000:]
-    assert "stopped by SIGTERM after 1 epochs; epoch 2 is dropped" in stopped.stderr
+    assert "stopped by SIGTERM after 1 epoch; epoch 2 is dropped" in stopped.stderr
     folder = tmp_path / "broken" / unbroken.name
     progress = json.loads((folder / "checkpoints/epoch_000001/progress.json").read_text())
     assert (progress["epoch"], progress["step"]) == (1, 2)

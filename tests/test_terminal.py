@@ -1,11 +1,15 @@
-"""No command ends because of who reads what it prints."""
+"""No command ends because of who reads what it prints, and what it prints is English."""
 
+import ast
+import itertools
 import re
 import subprocess
 import sys
 
 import pytest
 from small import ENV, ROOT
+
+from flow_grpo.base.formatting import counted
 
 PRINTS = """
 import sys
@@ -60,3 +64,37 @@ def test_each_command_protects_its_streams_before_it_prints(path):
     """By the functions that read a command line, or by itself."""
     lines = path.read_text().split('if __name__ == "__main__":', 1)[1]
     assert re.search(r"command_line\.(parse|arguments)\(|terminal\.protect\(\)", lines) or path.name == UNPROTECTED
+
+
+def test_one_thing_is_counted_in_the_singular():
+    assert counted(1, "epochs") == "1 epoch"
+    assert counted(1, "batches") == "1 batch"
+    assert counted(0, "images") == "0 images"
+    assert counted(1024, "images") == "1,024 images"
+
+
+COUNTED = r" (batches|columns|epochs|fields|images|layers|pairs|prompts|requests|rows|runs|tensors|updates)\b"
+NOT_ONE = r"[A-Z]$|\.name$"  # constants, and names before a noun
+
+
+def plurals_behind_numbers(path):
+    """Numbers in a file's f-strings that may be 1 and stand before a plural."""
+    found = []
+    for text in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(text, ast.JoinedStr):
+            continue
+        for value, after in itertools.pairwise(text.values):
+            if not isinstance(value, ast.FormattedValue) or not isinstance(after, ast.Constant):
+                continue
+            number = ast.unparse(value.value)
+            if re.match(COUNTED, str(after.value)) and not re.search(NOT_ONE, number):
+                found.append(f"{path.name}: {number}{after.value}")
+    return found
+
+
+def test_no_message_counts_one_thing_in_the_plural():
+    """`counted` writes 1 batch, 2 batches."""
+    found = []
+    for path in [*(ROOT / "flow_grpo").rglob("*.py"), *(ROOT / "scripts").glob("*.py")]:
+        found += plurals_behind_numbers(path)
+    assert found == []

@@ -36,7 +36,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from flow_grpo.base import folders
-from flow_grpo.base.formatting import in_one_line
+from flow_grpo.base.formatting import counted, in_one_line
 from flow_grpo.weights import base_lora, lora_files
 
 
@@ -56,7 +56,7 @@ def write_for_peft(lora: Path, out: Path) -> None:
     with folders.published(out) as scratch:
         config.save_pretrained(str(scratch))
         save_file(weights, scratch / lora_files.PEFT_FILE, {"format": "pt"})
-    print(f"{out}: {len(adapter.layers)} layers of rank {adapter.rank}")
+    print(f"{out}: {counted(len(adapter.layers), 'layers')} of rank {adapter.rank}")
     base = base_lora.base_of_run(str(file))
     if base:
         print(f"it was trained with lora.base {in_one_line(base)}: add that LoRA to the transformer first")

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import counted
 from flow_grpo.command_line import command_line
 
 
@@ -78,7 +79,9 @@ def split(prompts: Iterable[dict], num_test: int, num_validation: int, longest: 
         if not is_blank(text) and (not longest or len(text) <= longest):
             unique.setdefault(text, row | {"prompt": text})
     if len(unique) <= num_test + num_validation:
-        raise UserError(f"{len(unique)} prompts are too few for {num_test} test and {num_validation} validation ones")
+        raise UserError(
+            f"{counted(len(unique), 'prompts')}: too few for {num_test} test and {num_validation} validation ones"
+        )
     drawn = sorted(unique, key=order)
     split_of = dict.fromkeys(drawn[:num_test], "test")
     split_of |= dict.fromkeys(drawn[num_test : num_test + num_validation], "validation")
@@ -128,7 +131,7 @@ def write(splits: dict[str, list[dict]], out: Path) -> None:
     check_folder(out, files)
     for name, lines in files.items():
         (out / name).write_text("".join(lines), encoding="utf-8")
-        print(f"{out / name}: {len(lines)} prompts")
+        print(f"{out / name}: {counted(len(lines), 'prompts')}")
 
 
 def main(args: argparse.Namespace) -> None:

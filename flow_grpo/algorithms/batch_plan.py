@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import gpus
+from flow_grpo.base.formatting import counted
 from flow_grpo.settings.objectives import FORWARD_OBJECTIVES, OBJECTIVES
 from flow_grpo.settings.sections import Config, Sample, Train
 from flow_grpo.settings.table import BY_KEY, MAX_BATCH_SIZE
@@ -121,6 +121,14 @@ def smaller_batch(sample: Sample, train: Train, most: float) -> int:
     return sizes[0] if sizes else sample.batch_size
 
 
+def _images_of_epoch(sample: Sample) -> str:
+    """Return the number of an epoch's images in words, with the settings that it follows from."""
+    prompts = counted(sample.num_prompts_per_epoch, "prompts")
+    images = counted(sample.num_images_per_prompt, "images")
+    num_images = sample.num_prompts_per_epoch * sample.num_images_per_prompt
+    return f"{prompts} x {images} = {num_images:,} (num_prompts_per_epoch, num_images_per_prompt)"
+
+
 def _check_images(sample: Sample, num_images: int, world_size: int, division: Division) -> None:
     """Raise UserError, with numbers that do, unless an epoch's images divide over the GPUs and their batches."""
     if num_images % (sample.batch_size * world_size) == 0:
@@ -133,8 +141,7 @@ def _check_images(sample: Sample, num_images: int, world_size: int, division: Di
     if num_images % sample.batch_size == 0 and division.takes(sample.batch_size):
         gpu_counts = _divisors(num_images // sample.batch_size)
     raise UserError(
-        f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {num_images} "
-        f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {gpus(world_size)} x sample.batch_size "
+        f"{_images_of_epoch(sample)} do not divide over {counted(world_size, 'GPUs')} x sample.batch_size "
         f"{sample.batch_size} = {sample.batch_size * world_size}; batch sizes that do: {batch_sizes or 'none'}; "
         f"numbers of GPUs that do with {sample.batch_size}: {gpu_counts or 'none'}"
     )
@@ -155,8 +162,9 @@ def _check_updates(config: Config, division: Division) -> None:
     divisors = _divisors(rows // division.images_together)
     update_counts = [count for count in divisors if _objective_takes_updates(config, count)]
     raise UserError(
-        f"a batch of {batch_size} images x {division.fewest_steps} trained steps = {rows} rows{condition} (batch_size, "
-        f"num_steps, sde_window_size, timestep_fraction) do not divide into updates_per_epoch {division.updates}; "
+        f"a batch of {counted(batch_size, 'images')} x {counted(division.fewest_steps, 'trained steps')} = "
+        f"{counted(rows, 'rows')}{condition} (batch_size, num_steps, sde_window_size, timestep_fraction) do not divide "
+        f"into updates_per_epoch {division.updates}; "
         f"those that do: {update_counts or 'none, take a larger batch_size'}"
     )
 
@@ -202,9 +210,10 @@ def plan_pairs(config: Config, world_size: int) -> BatchPlan:
     unit = pairs_per_batch * world_size * updates
     if num_pairs == 0 or num_pairs % unit:
         raise UserError(
-            f"{num_pairs} pairs an epoch (config.sample.num_prompts_per_epoch) do not divide over "
-            f"{gpus(world_size)} x {pairs_per_batch} pairs a batch (of sample.batch_size {sample.batch_size}) x "
-            f"train.updates_per_epoch {updates} = {unit}; {max(unit, num_pairs // unit * unit)} do"
+            f"{counted(num_pairs, 'pairs')} an epoch (config.sample.num_prompts_per_epoch) do not divide over "
+            f"{counted(world_size, 'GPUs')} x {counted(pairs_per_batch, 'pairs')} a batch (of sample.batch_size "
+            f"{sample.batch_size}) x train.updates_per_epoch {updates} = {unit}; "
+            f"{max(unit, num_pairs // unit * unit)} do"
         )
     return BatchPlan(
         num_groups=num_pairs,
@@ -231,8 +240,7 @@ def plan_whole_batches(config: Config, world_size: int) -> BatchPlan:
         if num_images % num_parts == 0:
             batch_sizes = [size for size in _divisors(num_images // num_parts) if size <= MAX_BATCH_SIZE]
         raise UserError(
-            f"{sample.num_prompts_per_epoch} prompts x {sample.num_images_per_prompt} images = {num_images} "
-            f"(num_prompts_per_epoch, num_images_per_prompt) do not divide over {gpus(world_size)} x "
+            f"{_images_of_epoch(sample)} do not divide over {counted(world_size, 'GPUs')} x "
             f"train.updates_per_epoch {train.updates_per_epoch} x sample.batch_size {sample.batch_size} = {unit}; "
             f"batch sizes that do: {batch_sizes or 'none'}"
         )

@@ -11,9 +11,12 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = LENGTH
 _SHORT.maxdict = _SHORT.maxtuple = _SHORT.maxlist = _SHORT.maxset = ENTRIES
 
 
-def gpus(number: int) -> str:
-    """Return a number of GPUs in words: 1 GPU, 2 GPUs."""
-    return f"{number} GPU" if number == 1 else f"{number} GPUs"
+def counted(number: int, things: str) -> str:
+    """Return a number of things, which are named in the plural, in words: 1 batch, 1,024 batches."""
+    if number != 1:
+        return f"{number:,} {things}"
+    ending = "es" if things.endswith("ches") else "s"
+    return f"1 {things.removesuffix(ending)}"
 
 
 def quoted(value: object) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flow_grpo.base import distributed
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import counted
 from flow_grpo.weights import fsdp_utils
 
 # Size of a file, whose tensors are copied to the CPU together.
@@ -133,7 +134,8 @@ def read_tensors(state: dict[str, Tensor], folder: Path, exact: bool) -> None:
             differences.append(name)
     if differences:
         names = ", ".join(differences[:8])
-        raise UserError(f"{folder} does not fit this run: {len(differences)} tensors differ: {names}")
+        tensors = counted(len(differences), "tensors")
+        raise UserError(f"{folder} does not fit this run: {tensors} of another kind: {names}")
     for part in _parts(folder):
         if part.name in state:
             _fill(fsdp_utils.rows_of(state[part.name]), part)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flow_grpo.base import folders, pictures
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import in_one_line, quoted
+from flow_grpo.base.formatting import counted, in_one_line, quoted
 from flow_grpo.base.pixels import from_picture
 from flow_grpo.base.prompt import is_blank
 from flow_grpo.data.parquet import RowGroup, open_parquet, read_columns, row_groups
@@ -223,7 +223,7 @@ def _check_usable(rows: dict[str, dict[str, Any]], prompt: str, images: tuple[st
         if not problem:
             return
         first_problem = first_problem or f"{place}, {problem}"
-    raise UserError(f"{first_problem}; none of {len(rows)} pairs that were opened can be used")
+    raise UserError(f"{first_problem}; none of {counted(len(rows), 'pairs')} that were opened can be used")
 
 
 def _problem_of_row(row: dict[str, Any], prompt: str, images: tuple[str, str]) -> str:

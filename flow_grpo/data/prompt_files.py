@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flow_grpo.base import folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import in_one_line, quoted
+from flow_grpo.base.formatting import counted, in_one_line, quoted
 from flow_grpo.data.parquet import open_parquet, read_columns
 
 PROMPT = ("prompt", "prompts")  # names of the column of prompts, in any case
@@ -280,7 +280,7 @@ def _read_table(path: Path, column: str) -> list[Row]:
     for place, fields in lines[1:]:
         if len(fields) != len(names):
             raise UserError(
-                f"{place}: {len(fields)} fields, but {len(names)} columns ({_some_of(names)}); "
+                f"{place}: {counted(len(fields), 'fields')}, but {counted(len(names), 'columns')} ({_some_of(names)}); "
                 "a field with the separator in it must be in quotes"
             )
         rows.append(Row(place, fields[number], {}))

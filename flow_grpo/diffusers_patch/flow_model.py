@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flow_grpo.base import checksums, folders, locations, rng
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted
+from flow_grpo.base.formatting import counted, quoted
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.condition import SOURCES, Condition
@@ -239,8 +239,8 @@ class FlowModel(ABC):
         if too_long:
             longest = max(too_long, key=lambda text: too_long[text])
             raise UserError(
-                f"{len(too_long)} prompts have more tokens than {limit}; the longest has {too_long[longest]}: "
-                f"{quoted(longest)}"
+                f"{counted(len(too_long), 'prompts')} of more tokens than {limit}; the longest has "
+                f"{too_long[longest]}: {quoted(longest)}"
             )
         return longest_count
 

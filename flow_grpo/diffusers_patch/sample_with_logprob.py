@@ -14,6 +14,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import counted
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.condition import Condition
@@ -145,7 +146,8 @@ def _checked_job(
     if isinstance(generators, torch.Generator):
         generators = [generators] * num_prompts
     if len(generators) != num_prompts:
-        raise UserError(f"generators has {len(generators)} entries for {num_prompts} prompts; give one for each")
+        num_generators = counted(len(generators), "generators")
+        raise UserError(f"{num_generators} for {counted(num_prompts, 'prompts')}; give one for each")
     model.check_size(size)
     if not isinstance(prompts, Condition):
         records = [Prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import counted
 from flow_grpo.kernels import stochastic_rounding
 
 # 4 bits of exponent, 3 of mantissa (arXiv:2209.05433). Its largest number is 448.
@@ -197,7 +198,9 @@ class NF4Linear(QuantisedLinear):
     def empty(self, device: torch.device) -> dict[str, Tensor]:
         """Make codes, two a byte, and a bfloat16 scale for each block of a row."""
         if self.in_features % 2:
-            raise UserError(f"a layer of {self.in_features} columns has an odd number of 4-bit codes in a row")
+            raise UserError(
+                f"a layer of {counted(self.in_features, 'columns')} has an odd number of 4-bit codes in a row"
+            )
         num_blocks = self.in_features // math.gcd(self.in_features, NF4_BLOCK)
         return dict(
             codes=torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device),

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from flow_grpo.base import folders
 from flow_grpo.base.errors import WriteFailed
-from flow_grpo.base.formatting import in_one_line
+from flow_grpo.base.formatting import counted, in_one_line
 from flow_grpo.base.metric_table import is_of_frame
 from flow_grpo.base.pixels import film_strips, to_pictures
 from flow_grpo.monitoring import progress, provenance, report, sheets, trackers
@@ -220,7 +220,7 @@ class Dashboard:
         title = "evaluation" if kind == "eval" else kind
         # Figures of categories, of more than one "/", and of frames would make the line too long.
         names = sorted(name for name in values if name.count("/") == 1 and not is_of_frame(name))
-        return [f"{title} after {epoch} epochs", *self._figures(names)]
+        return [f"{title} after {counted(epoch, 'epochs')}", *self._figures(names)]
 
     def _epoch_figures(self, epoch: int, seconds_left: float) -> list[str]:
         """Return the parts of the line that is printed of an epoch; evaluations have lines of their own."""

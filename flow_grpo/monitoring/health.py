@@ -11,6 +11,7 @@ from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
+from flow_grpo.base.formatting import counted
 from flow_grpo.settings.sections import COMPARED, Config, Health
 
 # Figures that must be finite in any run.
@@ -230,8 +231,8 @@ def eval_drop(epochs: Sequence[Epoch]) -> Sign | None:
     fall = _rise_in_errors(last.score, best.score)
     return Sign(
         fall,
-        f"the evaluation has fallen to {last.score.value:.4g} from its best {best.score.value:.4g} after {best.epoch} "
-        f"epochs, by {fall:.3g} standard errors",
+        f"the evaluation has fallen to {last.score.value:.4g} from its best {best.score.value:.4g} after "
+        f"{counted(best.epoch, 'epochs')}, by {fall:.3g} standard errors",
     )
 
 
@@ -257,8 +258,8 @@ def watched_drop(epochs: Sequence[Epoch]) -> Sign | None:
         rise = _rise_in_errors(trained_then, trained)
         sentence = (
             f"{name}, which is watched and not trained on, has fallen from its best {best_score.value:.4g} after "
-            f"{best.number} epochs to {score.value:.4g}, by {fall:.3g} standard errors, while the trained reward rose "
-            f"from {trained_then.value:.4g} to {trained.value:.4g}, by {rise:.3g}: it may be hacked"
+            f"{counted(best.number, 'epochs')} to {score.value:.4g}, by {fall:.3g} standard errors, while the trained "
+            f"reward rose from {trained_then.value:.4g} to {trained.value:.4g}, by {rise:.3g}: it may be hacked"
         )
         signs.append(Sign(max(min(fall, rise), 0.0), sentence))
     return max(signs, key=lambda sign: sign.value, default=None)
@@ -281,7 +282,9 @@ def epochs_without_signal(epochs: Sequence[Epoch]) -> Sign:
         if not epoch.no_signal:
             break
         count += 1
-    return Sign(count, f"for {count} epochs nothing was learned: all images of a group score alike, or no gradient")
+    return Sign(
+        count, f"for {counted(count, 'epochs')} nothing was learned: all images of a group score alike, or no gradient"
+    )
 
 
 # Signs by the names of their limits in config.health.

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from flow_grpo import rewards
 from flow_grpo.base import folders, locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import in_one_line, with_error
+from flow_grpo.base.formatting import counted, in_one_line, with_error
 from flow_grpo.checkpoints import best, exports
 from flow_grpo.diffusers_patch import model_classes
 from flow_grpo.diffusers_patch.flow_model import FlowModel
@@ -240,7 +240,7 @@ def _averaging(config: Config, updates: int) -> str:
     train = config.train
     if updates < train.ema_interval:
         return "as trained: no averaging had begun"
-    return f"averaged (EMA, decay up to {train.ema_decay}, every {train.ema_interval} updates)"
+    return f"averaged (EMA, decay up to {train.ema_decay}, every {counted(train.ema_interval, 'updates')})"
 
 
 def _choice(run: run_history.RunHistory, folder: Path) -> str:
@@ -251,7 +251,7 @@ def _choice(run: run_history.RunHistory, folder: Path) -> str:
     if evaluation is None:
         return "the last"
     score = rewards.display_name(evaluation.best_by, run.config.reward_fn)
-    return f"best {score}, after {evaluation.epoch} epochs"
+    return f"best {score}, after {counted(evaluation.epoch, 'epochs')}"
 
 
 def _size(config: Config) -> str:
@@ -265,7 +265,7 @@ def _branch(run: run_history.RunHistory) -> list[tuple[str, str]]:
     parent = provenance.parent(run.folder)
     if parent is None:
         return []
-    return [("branch", f"the first {parent.epoch} epochs are those of {Path(parent.folder).name}")]
+    return [("branch", f"begins with {counted(parent.epoch, 'epochs')} of {Path(parent.folder).name}")]
 
 
 def _made_by(run: run_history.RunHistory) -> list[tuple[str, str]]:

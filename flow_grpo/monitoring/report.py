@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import counted
 from flow_grpo.command_line import command_line
 
 # Endings of --out by which the curves of the rewards are drawn alone.
@@ -244,7 +245,7 @@ def moments(run: RunHistory) -> dict[str, list[Picture]]:
         shown = []
         for picture, caption, reward in sheets.panel_pictures(sheet):
             shown.append(Picture(data_address(picture), caption, reward))
-        evaluated[f"after {epochs} epochs"] = shown
+        evaluated[f"after {counted(epochs, 'epochs')}"] = shown
     return evaluated
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import with_error
+from flow_grpo.base.formatting import counted, with_error
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.monitoring import plots
 from flow_grpo.settings import stored_config, table
@@ -153,7 +153,7 @@ def _score_cells(of_run: Scores) -> list[str]:
             continue
         cell = with_error(score.value, score.error)
         if name == "best":
-            cell += f" (after {score.epoch} epochs)"
+            cell += f" (after {counted(score.epoch, 'epochs')})"
         cells.append(cell)
     return cells
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flow_grpo.base import folders, pictures
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted
+from flow_grpo.base.formatting import counted, quoted
 from flow_grpo.base.pixels import film_strips, motion, to_pictures
 
 INK = "#222222"
@@ -263,7 +263,9 @@ def plot_samples(run_dir: Path | str, since: int = 0) -> None:
             tiles.append(Tile(None, wrap(before.caption, before.picture.width)))
             tiles.append(Tile(before.picture, [], before.reward))
             tiles.append(Tile(after.picture, [], after.reward))
-    titles = [Tile(None, [""]), Tile(None, [f"after {first} epochs"]), Tile(None, [f"after {last} epochs"])]
+    titles = [Tile(None, [""])]
+    for epoch in (first, last):
+        titles.append(Tile(None, [f"after {counted(epoch, 'epochs')}"]))
     prompts_per_row = 1 if len(tiles) <= 3 * 4 else 2
     page, _ = draw_tiles(titles * prompts_per_row + tiles, columns=3 * prompts_per_row)
     with folders.published(file) as scratch:

@@ -130,7 +130,9 @@ def _parse(body: Body, videos: bool) -> Job:
     num_images = len(body.images)
     metadata = fields.get("metadata") or [{}] * num_images
     if not isinstance(prompts, list) or not num_images or not num_images == len(prompts) == len(metadata):
-        raise ValueError(f"{num_images} images, {len(prompts)} prompts, {len(metadata)} metadata")
+        raise ValueError(
+            f"images: {num_images}, prompts: {len(prompts)}, metadata: {len(metadata)}; there is one of each"
+        )
     for prompt, data in zip(prompts, metadata):
         if not isinstance(prompt, str) or not isinstance(data, dict):
             raise ValueError("prompts are strings, metadata objects")
@@ -148,7 +150,7 @@ def _by_prompt(sources: list[Tensor], numbers: list[list[int]] | None, num_promp
     if numbers is None:
         return [[]] * num_prompts
     if len(numbers) != num_prompts:
-        raise ValueError(f"sources of {len(numbers)} prompts, not of {num_prompts}")
+        raise ValueError(f"lists of sources: {len(numbers)}, prompts: {num_prompts}; there is one for each")
     by_prompt = []
     for row in numbers:
         # A bool is no number here.

@@ -33,7 +33,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted
+from flow_grpo.base.formatting import counted, quoted
 from flow_grpo.base.metric_table import METRICS
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.rewards import foreign_code
@@ -281,7 +281,7 @@ def load_differentiable(name: str, device: Any, options: Mapping[str, Any] | Non
         scores: Any = score_pixels(images, prompts, metadata)
         shape = tuple(getattr(scores, "shape", ()))
         if shape != (len(prompts),):
-            raise UserError(f"score_pixels of reward {name!r} returned {shape} for {len(prompts)} images")
+            raise UserError(f"score_pixels of reward {name!r} returned {shape} for {counted(len(prompts), 'images')}")
         if images.requires_grad and not scores.requires_grad:
             raise UserError(f"score_pixels of reward {name!r} returned scores without a graph back to the images")
         return scores.float()

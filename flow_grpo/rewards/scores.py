@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted
+from flow_grpo.base.formatting import counted, quoted
 from flow_grpo.rewards import foreign_code
 from flow_grpo.rewards.clients.threads import event_loop
 
@@ -190,14 +190,16 @@ def _numbers(name: str, values: Any, count: int) -> Tensor:
     Raise UserError if it is anything but one real number for each image.
     """
     if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__"):
-        raise UserError(f"reward {name!r} returned {quoted(values)} for {count} images; it must be one number for each")
+        raise UserError(
+            f"reward {name!r} returned {quoted(values)} for {counted(count, 'images')}; it must be one number for each"
+        )
     if isinstance(values, list | tuple):
         values = [_number(value) for value in values]
     values = torch.as_tensor(values).detach()
     if values.is_complex():
         raise UserError(f"reward {name!r} returned complex numbers ({values.dtype}); a score is a real one")
     if values.shape != (count,):
-        raise UserError(f"reward {name!r} returned {tuple(values.shape)} for {count} images")
+        raise UserError(f"reward {name!r} returned {tuple(values.shape)} for {counted(count, 'images')}")
     return values.float().cpu()
 
 
@@ -221,4 +223,4 @@ def _failure(name: str, returned: dict[str, Any], scores: dict[str, Tensor], pro
     entry = returned[key][first]
     number = scores[key][first].item()
     value = f"{number}" if isinstance(entry, Real | Tensor) else f"{quoted(entry)}, which is no number,"
-    return f"reward {name!r} is {value} for {quoted(prompts[first])} ({len(failed)} such images)"
+    return f"reward {name!r} is {value} for {quoted(prompts[first])} ({counted(len(failed), 'such images')})"

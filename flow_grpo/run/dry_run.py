@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flow_grpo.algorithms.batch_plan import BatchPlan
-from flow_grpo.base.formatting import gpus, quoted
+from flow_grpo.base.formatting import counted, quoted
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.command_line import checks
 from flow_grpo.data.prompts import Split
@@ -143,7 +143,7 @@ def describe(experiment: Experiment, num_extra: int) -> str:
     if config.dry_run_format == "json":
         return plan.to_json()
     lines = [
-        f"an epoch on {gpus(config.dry_run)}: {epoch(config, batch_plan, 'each GPU')}",
+        f"an epoch on {counted(config.dry_run, 'GPUs')}: {epoch(config, batch_plan, 'each GPU')}",
         run_length(config, batch_plan),
         *evaluations(config, prompts.evaluated),
         *gpu(config, plan.gpu),
@@ -169,36 +169,34 @@ def epoch(config: Config, plan: BatchPlan, processes: str) -> str:
     """Return the images and updates of an epoch in words; `processes` have batches of their own: "each GPU"."""
     branches = ""
     if plan.num_branches > 1:
-        branches = f" x {plan.num_trained_steps} steps x {plan.num_branches} branches"
-    updates = _updates(config, plan)
+        branches = f" x {counted(plan.num_trained_steps, 'steps')} x {plan.num_branches} branches"
+    updates = counted(_updates(config, plan), "updates")
     size = f"{training_size(config)} pixels (height x width)"
     if config.frames > 1:
         size = f"{training_size(config)} (height x width x frames)"
-    groups = f"{plan.num_groups} prompts x {plan.group_size}{branches} = {plan.num_images:,} {config.drawn}"
-    batch = f"batches of {plan.batch_size}"
+    images = counted(plan.num_images, config.drawn)
+    groups = f"{counted(plan.num_groups, 'prompts')} x {plan.group_size}{branches} = {images}"
+    batches = f"{counted(plan.batches_per_epoch, 'batches')} of {plan.batch_size}"
     if plan.pairs_are_stored:
-        groups = f"{plan.num_groups} stored pairs = {plan.num_images:,} {config.drawn}"
-        batch = f"batches of {plan.batch_size} pairs"
-    return (
-        f"{groups}, at {size}, in {plan.batches_per_epoch} {batch} on {processes}; {updates} updates of "
-        f"{_update_size(config, plan)} each"
-    )
+        groups = f"{counted(plan.num_groups, 'stored pairs')} = {images}"
+        batches = f"{counted(plan.batches_per_epoch, 'batches')} of {counted(plan.batch_size, 'pairs')}"
+    return f"{groups}, at {size}, in {batches} on {processes}; {updates} of {_update_size(config, plan)} each"
 
 
 def _update_size(config: Config, plan: BatchPlan) -> str:
     """Return what an update trains on in words: pairs, or rows."""
     if config.algorithm == table.DPO:
-        return f"{plan.num_groups // plan.updates_per_epoch:,} pairs"
+        return counted(plan.num_groups // plan.updates_per_epoch, "pairs")
     # A row is a trained step of an image or trunk; the branches of a step share it.
     rows = plan.num_groups * plan.group_size * plan.num_trained_steps // plan.updates_per_epoch
-    return f"{rows:,} rows"
+    return counted(rows, "rows")
 
 
 def run_length(config: Config, plan: BatchPlan) -> str:
     """Return the images and updates of the whole run in words."""
-    num_images = config.num_epochs * plan.num_images
-    num_updates = config.num_epochs * _updates(config, plan)
-    return f"{config.num_epochs} epochs: {num_images:,} {config.drawn}, {num_updates:,} updates"
+    images = counted(config.num_epochs * plan.num_images, config.drawn)
+    updates = counted(config.num_epochs * _updates(config, plan), "updates")
+    return f"{counted(config.num_epochs, 'epochs')}: {images}, {updates}"
 
 
 def _updates(config: Config, plan: BatchPlan) -> int:
@@ -210,13 +208,13 @@ def evaluations(config: Config, evaluated: list[Split]) -> list[str]:
     """Lines about the prompts that choose the best policy, and about the test prompts if these are others."""
     if not config.evaluates:
         return ["no evaluation: eval_freq or eval.num_prompts is 0"]
-    noises = config.eval.noises_per_prompt
+    noises = counted(config.eval.noises_per_prompt, "noises")
     steps = config.eval.num_steps
     lines = []
     for split, epochs, shortcuts, _ in drawings(config, evaluated):
-        times = f"every {epochs} epochs" if epochs else "before the first epoch and at the end"
-        count = len(part_of(split, config.eval.num_prompts).prompts)
-        line = f"an evaluation {times}: {count} {split.name} prompts x {noises} noises x {steps} steps"
+        times = f"every {counted(epochs, 'epochs')}" if epochs else "before the first epoch and at the end"
+        prompts = counted(len(part_of(split, config.eval.num_prompts).prompts), f"{split.name} prompts")
+        line = f"an evaluation {times}: {prompts} x {noises} x {steps} steps"
         if shortcuts.solver:
             line += f", of which {shortcuts.solver}"
         if shortcuts.weights != EXACT.weights:
@@ -261,7 +259,9 @@ def gpu(config: Config, figures: GpuFigures) -> list[str]:
         )
     lines = [f"GPU, {figures.figures}: {'; '.join(parts)} ({PAGE})"]
     if config.evaluates and figures.evaluation_hours is not None:
-        lines.append(f"evaluations, estimated: {rounded(figures.evaluation_hours)} hours on {gpus(config.dry_run)}")
+        lines.append(
+            f"evaluations, estimated: {rounded(figures.evaluation_hours)} hours on {counted(config.dry_run, 'GPUs')}"
+        )
     if figures.scored_images_per_s:
         scored = f"{figures.scored_images_per_s:.3g} {config.drawn}/s"
         lines.append(f"rewards: {scored} to be scored while others are drawn")
@@ -344,7 +344,7 @@ def _data(experiment: Experiment) -> str:
         return ""
     rows = forwards.of_data(experiment.config, experiment.plan)
     folder = experiment.config.train.data
-    return f"data: {len(images):,} images of {folder}; {rows:,.0f} forwards an epoch, with gradients"
+    return f"data: {counted(len(images), 'images')} of {folder}; {rows:,.0f} forwards an epoch, with gradients"
 
 
 def gpu_figures(experiment: Experiment, work: estimate.Work) -> GpuFigures:
@@ -436,8 +436,8 @@ def _cache(experiment: Experiment) -> str:
         return ""
     num_bytes = cached_bytes(config, experiment.family, [*prompts.values()], experiment.is_guided)
     return (
-        f"{config.cache_dir}: at most {rounded(num_bytes / GB)} GB of {len(prompts):,} prompts in float32, less in the "
-        "bf16 of a GPU"
+        f"{config.cache_dir}: at most {rounded(num_bytes / GB)} GB of {counted(len(prompts), 'prompts')} in float32, "
+        "less in the bf16 of a GPU"
     )
 
 
@@ -510,7 +510,7 @@ def overlap_notice(train: list[Prompt], evaluated: list[Split]) -> str:
     for split in evaluated:
         texts = [prompt.text for prompt in split.prompts if prompt.digest in digests]
         if texts:
-            parts.append(f"{len(texts)} {split.name} prompts, such as {quoted(texts[0])}")
+            parts.append(f"{counted(len(texts), f'{split.name} prompts')}, such as {quoted(texts[0])}")
     if not parts:
         return ""
     return f"prompts that are evaluated are also trained on: {'; '.join(parts)}"

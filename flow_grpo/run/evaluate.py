@@ -7,7 +7,7 @@ import torch
 
 from flow_grpo import rewards
 from flow_grpo.base import distributed
-from flow_grpo.base.formatting import with_error
+from flow_grpo.base.formatting import counted, with_error
 from flow_grpo.base.metric_table import is_of_frame
 from flow_grpo.base.pixels import beside_sources
 from flow_grpo.base.prompt import Prompt, captions_of
@@ -162,7 +162,8 @@ def why_no_best(run: Run) -> str:
         return f"the folder {best.NAME}/ was removed"
     evaluated = any(line["kind"] == "eval" and line["epoch"] >= run.evaluations_since for line in run.board.history)
     if run.evaluations_since and not evaluated:
-        return f"nothing was evaluated since the way of evaluating changed, after {run.evaluations_since} epochs"
+        changed = f"after {counted(run.evaluations_since, 'epochs')}"
+        return f"nothing was evaluated since the way of evaluating changed, {changed}"
     return "no evaluation was a finite number"
 
 

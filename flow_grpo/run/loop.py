@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from flow_grpo.base import distributed, folders, signals
+from flow_grpo.base.formatting import counted
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.command_line import alerts
 from flow_grpo.monitoring import health, model_card, provenance
@@ -183,7 +184,7 @@ def finish(run: Run) -> None:
 
 def _say_end(run: Run) -> None:
     """Tell the user and config.alert that the run has ended, after its plots, notes and model cards are written."""
-    run.board.say(alerts.send(run.config.alert, f"{run.folder.name} has ended after {run.epoch} epochs"))
+    run.board.say(alerts.send(run.config.alert, f"{run.folder.name} has ended after {counted(run.epoch, 'epochs')}"))
     run.board.finish(run.evaluations_since)
     for notice in distributed.on_main(_note_end, run.folder):
         run.board.say(notice)
@@ -220,4 +221,4 @@ def conclude_after_signal(run: Run) -> str:
             save(run)
         if 0 < run.saved_epoch < run.epoch:
             dropped += f"; no checkpoint holds what followed epoch {run.saved_epoch}"
-    return f"stopped by {name} after {run.epoch} epochs{dropped}; {folders.resume_hint(run.folder)}"
+    return f"stopped by {name} after {counted(run.epoch, 'epochs')}{dropped}; {folders.resume_hint(run.folder)}"

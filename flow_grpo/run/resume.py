@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from flow_grpo.base import distributed, folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted
+from flow_grpo.base.formatting import counted, quoted
 from flow_grpo.checkpoints import best, checkpoints
 from flow_grpo.command_line import checks
 from flow_grpo.data.prompts import PromptFile
@@ -348,7 +348,7 @@ def _check_newest(folder: Path, path: Path, checkpoint: Path) -> None:
 def _write_parent(folder: Path, parent: Path, checkpoint: Path, epoch: int = 0, changed: dict | None = None) -> str:
     """Note in its folder where a branch comes from. Returns the sentence for the user."""
     provenance.write_parent(folder, provenance.Parent(str(parent), str(checkpoint), epoch, changed or {}))
-    sentence = f"a branch of {parent} after {epoch} epochs"
+    sentence = f"a branch of {parent} after {counted(epoch, 'epochs')}"
     if changed:
         sentence += f", with {_arrows(changed)}"
     return sentence

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from flow_grpo.base import distributed, signals
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import quoted
+from flow_grpo.base.formatting import counted, quoted
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.rewards.clients.client import SIGN_OF_LIFE_S, print_notice
 from flow_grpo.rewards.scores import join_scores
@@ -94,7 +94,7 @@ class Pool:
     def submit(self, images: Tensor, prompts: list[Prompt], everything: bool = False) -> Pending:
         """Begin to score B images [B, 3, H, W] or videos [B, f, 3, H, W] in [0, 1]; waits only while MAX_PENDING images
         or frames are under way."""
-        assert len(images) == len(prompts), f"{len(images)} images of {len(prompts)} prompts"
+        assert len(images) == len(prompts), f"images: {len(images)}, prompts: {len(prompts)}"
         images = images.detach()
         requests: dict[str, list[_Request]] = {}
         for name in self.scorers if everything else self.weights:
@@ -181,9 +181,10 @@ class Pool:
             shares[name] = scores[name].isnan().double().mean().item()
             if shares[name] > allowed:
                 last_error = f"; last: {scorer.last_error}" if scorer.last_error else ""
+                images = counted(scores[name].numel(), "images")
                 raise RewardFailed(
-                    f"reward {name!r} ({scorer.address}) failed for {shares[name]:.1%} of {scores[name].numel()} "
-                    f"images; config.reward.max_masked_share is {allowed}{last_error}"
+                    f"reward {name!r} ({scorer.address}) failed for {shares[name]:.1%} of {images}; "
+                    f"config.reward.max_masked_share is {allowed}{last_error}"
                 )
         return shares
 
@@ -198,7 +199,7 @@ def check_images(are_finite: Tensor, prompts: list[Prompt]) -> None:
     if bad:
         first = prompts[bad[0]]
         raise FloatingPointError(
-            f"{len(bad)} of {len(are_finite)} images hold NaN or infinities, the first of {quoted(first.text)}: the "
-            "weights are too large (config.train.learning_rate), or a precision is too coarse (config.precision, "
-            "config.vae_precision)"
+            f"{len(bad)} of {counted(len(are_finite), 'images')} with NaN or infinities, the first of "
+            f"{quoted(first.text)}: the weights are too large (config.train.learning_rate), or a precision is too "
+            "coarse (config.precision, config.vae_precision)"
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flow_grpo import rewards
 from flow_grpo.base.errors import RunFailed, UserError
-from flow_grpo.base.formatting import in_one_line, quoted
+from flow_grpo.base.formatting import counted, in_one_line, quoted
 from flow_grpo.base.pixels import from_picture
 from flow_grpo.base.prompt import Prompt, texts_of
 from flow_grpo.rewards.clients import client, wire
@@ -125,7 +125,8 @@ class Scorer:
         pending = list(self.pending.values())
         if not pending:
             return ""
-        waits = f"{len(pending)} requests wait, none was answered for {time.monotonic() - self.answered_s:.0f} s"
+        silent_s = time.monotonic() - self.answered_s
+        waits = f"{counted(len(pending), 'requests')} under way, none was answered for {silent_s:.0f} s"
         return f"reward {self.name!r} ({self.address}): {waits}; first prompt: {quoted(pending[0][0].text)}"
 
     def check_in_time(self) -> None:

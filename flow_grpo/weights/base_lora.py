@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flow_grpo.base import checksums, folders
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import in_one_line
+from flow_grpo.base.formatting import counted, in_one_line
 from flow_grpo.diffusers_patch.flow_model import FlowModel
 from flow_grpo.settings import stored_config, table
 from flow_grpo.settings.sections import Lora
@@ -190,6 +190,6 @@ def _check_whole(place: str, weights: dict[str, Tensor], layers: set[str], store
     num_stored = len([name for name in stored if name.endswith(DOWN)])
     if not layers or len(layers) < num_stored:
         raise UserError(
-            f"{place}: diffusers reads {len(layers)} of its {num_stored} layers; name them all as diffusers' "
-            "transformer does"
+            f"{place}: diffusers reads {len(layers)} of its {counted(num_stored, 'layers')}; name them all as "
+            "diffusers' transformer does"
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from flow_grpo.base import distributed
+from flow_grpo.base.formatting import counted
 from flow_grpo.weights import fsdp_utils
 
 
@@ -24,7 +25,7 @@ def problem_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     if largest.isfinite():
         return ""
     bad = [name for name, part in parts.items() if not part.isfinite().all()]
-    return f"{len(bad)} of {len(parts)} tensors hold NaN or infinities, {bad[0]} the first"
+    return f"{len(bad)} of {counted(len(parts), 'tensors')} with NaN or infinities, {bad[0]} the first"
 
 
 def check_tensors(tensors: Mapping[str, Tensor], what: str) -> None:

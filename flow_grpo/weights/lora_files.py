@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flow_grpo.base import checksums, folders, locations
 from flow_grpo.base.errors import UserError
-from flow_grpo.base.formatting import in_one_line, quoted
+from flow_grpo.base.formatting import counted, in_one_line, quoted
 from flow_grpo.weights import finite, safetensors_reader
 from flow_grpo.weights.safetensors_reader import Shapes
 
@@ -197,7 +197,7 @@ def check_trained(path: Path | str, adapter: Adapter, targets: tuple[str, ...]) 
     untrained = [layer for layer in adapter.layers if not f".{layer}".endswith(ends)]
     if untrained:
         raise UserError(
-            f"{in_one_line(find_file(path))} adapts {len(untrained)} layers that a run does not train "
+            f"{in_one_line(find_file(path))} adapts {counted(len(untrained), 'layers')} that a run does not train "
             f"({untrained[0]}): fuse it into the base model (fuse_lora, save_pretrained) and train that"
         )
 
