@@ -49,6 +49,30 @@ def velocities(model, config, num_rows, timesteps):
     return policies.predict(model, config.precision, x, t, condition, 2.0, size)
 
 
+WRONG = {  # what a class of one's own may name by mistake -> what is said of it
+    "embedding": (
+        dict(embedding="time_embed"),
+        "'time_embed', and QwenImageTransformer2DModel has no such module",
+    ),
+    "activation": (dict(layers=(("img_modd.0", "img_mod.1"),)), "names 'img_modd.0', and no module of"),
+    "layer": (dict(layers=(("img_mod.0", "img_mod.7"),)), "img_mod.7', and QwenImageTransformer2DModel has no such"),
+    "no linear layer": (dict(layers=(("img_mod.0", "img_mod.0"),)), "has a SiLU there"),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_model_class_that_names_other_parts_than_its_transformer_has_is_refused(mistake):
+    changed, said = WRONG[mistake]
+    family = MODELS["qwenimage"]
+
+    class Own(family):
+        MODULATION = family.MODULATION._replace(**changed)
+
+    with pytest.raises(UserError, match="precompute_modulation is True, but MODULATION of Own names") as caught:
+        modulation.check(settings_of(**TABLES), Own)
+    assert said in str(caught.value)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", PRECOMPUTED)
 @pytest.mark.parametrize(

@@ -77,8 +77,10 @@ def check(config: Config, family: type[FlowModel]) -> None:
             f"{KEY} is True, but the modulation of {family.NAME} depends on more than the timestep, or has few "
             "weights; set False"
         )
+    transformer = family.empty_transformer(config.model)
+    _check_parts(family, transformer, family.MODULATION)
     names = []
-    for name, layer in _layers(family.empty_transformer(config.model), family.MODULATION).items():
+    for name, layer in _layers(transformer, family.MODULATION).items():
         names += [f"{name}.{part}".rstrip(".") for part, _ in layer.named_modules()]
     for target in policies.targets(config.lora, family):
         trained = [name for name in names if f".{name}".endswith(f".{target}")]
@@ -87,6 +89,23 @@ def check(config: Config, family: type[FlowModel]) -> None:
                 f"{KEY} is True, but config.lora.targets has {quoted(target)}, which trains {trained[0]}: take it out, "
                 "or set False"
             )
+
+
+def _check_parts(family: type[FlowModel], transformer: nn.Module, modulation: Modulation) -> None:
+    """Raise UserError unless the transformer has the parts that a model class, which may be the user's own, names."""
+    modules = dict(transformer.named_modules())
+    place = f"{KEY} is True, but MODULATION of {family.__name__} names"
+    kind = type(transformer).__name__
+    if modulation.embedding not in modules:
+        raise UserError(f"{place} {quoted(modulation.embedding)}, and {kind} has no such module")
+    for activation, _ in modulation.layers:
+        if not any(f".{name}".endswith(f".{activation}") for name in modules):
+            raise UserError(f"{place} {quoted(activation)}, and no module of {kind} ends in that")
+    for pair in _pairs(transformer, modulation):
+        layer = modules.get(pair.layer)
+        if not isinstance(layer, nn.Linear):
+            has = "has no such module" if layer is None else f"has a {type(layer).__name__} there"
+            raise UserError(f"{place} the linear layer {quoted(pair.layer)}, and {kind} {has}")
 
 
 def precompute(config: Config, model: FlowModel, stored: StoredWeights | None) -> StoredWeights | None:
