@@ -1,5 +1,6 @@
 """--dry_run: what is measured of a run, how large its files become, and which prompts are evaluated how often."""
 
+import itertools
 import json
 from contextlib import suppress
 from dataclasses import replace
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 from small import ROOT, as_prompts, config_of, exported, lines_of, loaded, plan, stored, train
 
+from flow_grpo import rewards
 from flow_grpo.algorithms import batch_plan
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.checkpoints import exports
@@ -310,6 +312,39 @@ def test_a_checkpoint_is_as_large_as_a_dry_run_says(recorded, kind, num_extra):
             trained += tensor.nbytes
     checkpoint = dry_run.checkpoint_bytes(config, trained, num_extra)
     assert checkpoint == total + trained  # the LoRA beside them
+
+
+def bytes_of_weights(folder):
+    """Bytes that a folder's weights and training states take on the disk, those of several links once."""
+    sizes = {}
+    for file in folder.rglob("*"):
+        if file.is_file() and file.suffix in (".safetensors", ".bin", ".pt", ".distcp"):
+            status = file.stat()
+            sizes[status.st_ino] = status.st_size
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("action", ["log", "roll_back"])
+def test_a_run_whose_evaluations_rise_takes_the_disk_that_its_dry_run_says(action, tmp_path, monkeypatch, capsys):
+    """At its end, when it has removed the oldest checkpoint."""
+    calls = itertools.count()
+
+    def rising(images, prompts, metadata):
+        return images.mean((1, 2, 3)) + next(calls)
+
+    monkeypatch.setattr(rewards, "REGISTERED", {})
+    rewards.register("rising", rising)
+    how = dict(lora__rank=32, reward_fn={"rising": 1.0}, num_epochs=4, save_freq=1, eval_freq=1, keep_checkpoints=2)
+    how |= dict(eval__num_prompts=2, health__action=action)
+    with pytest.raises(SystemExit):
+        train("shapes_qwenimage", tmp_path / "runs", dry_run=1, dry_run_format="json", **how)
+    planned = json.loads(capsys.readouterr().out.splitlines()[-1])
+    run = train("shapes_qwenimage", tmp_path / "runs", **how)
+    written = bytes_of_weights(run)
+    checkpoint = bytes_of_weights(sorted((run / "checkpoints").iterdir())[-1]) - bytes_of_weights(run / "best")
+    assert checkpoint == pytest.approx(1e9 * planned["checkpoint_gb"], rel=0.05)
+    # The last evaluation came after the last checkpoint: best/ is in none of them.
+    assert written + checkpoint == pytest.approx(1e9 * planned["disk_gb"], rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -152,8 +152,8 @@ def describe(experiment: Experiment, num_extra: int) -> str:
         _data(experiment),
         f"transformer: {plan.weights / 1e9:.3g} billion weights; {_millions(plan.trained_weights)} million are trained",
         _modulation(plan),
-        f"checkpoints: {rounded(plan.checkpoint_gb)} GB each, {rounded(plan.disk_gb)} GB while one is written, the "
-        "best and the last weights included",
+        f"checkpoints: {rounded(plan.checkpoint_gb)} GB each, at most {rounded(plan.disk_gb)} GB while one is "
+        "written, the best and the last weights included",
         _cache(experiment),
         _licence(config.model),
         overlap_notice(prompts.train, prompts.evaluated),
@@ -412,15 +412,19 @@ def checkpoint_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
 
 
 def disk_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
-    """Return the bytes of all that is on the disk while a checkpoint is written: those kept and the new one, the best
-    policy, with its training state if health.action may go back to it, and the last policy. Arguments as in
-    `checkpoint_bytes`."""
-    checkpoints = (config.keep_checkpoints + 1) * checkpoint_bytes(config, policy_bytes, num_extra)
+    """Return the bytes of all weights that are at most on the disk while a checkpoint is written: the checkpoints that
+    are kept and the new one, their best policies, and the last policy. Arguments as in `checkpoint_bytes`."""
+    num_checkpoints = config.keep_checkpoints + 1
     last = _exported_bytes(config, policy_bytes)
-    best = last
-    if config.health.action == "roll_back":
-        best += _state_bytes(config, policy_bytes, num_extra)
-    return checkpoints + best + last
+    # A checkpoint holds the best policy of its time. Where evaluations rise, each has another one, the new one's is
+    # that of the run, and none shares its bytes.
+    best = 0
+    if config.evaluates:
+        best = last
+        # The training state is there for health.action to go back to.
+        if config.health.action == "roll_back":
+            best += _state_bytes(config, policy_bytes, num_extra)
+    return num_checkpoints * (checkpoint_bytes(config, policy_bytes, num_extra) + best) + last
 
 
 def _exported_bytes(config: Config, policy_bytes: int) -> int:
