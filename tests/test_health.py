@@ -211,18 +211,22 @@ def test_rewards_that_are_all_alike_leave_something_to_learn_where_diversity_cou
 
 
 @pytest.mark.parametrize(
-    ("since", "evaluated", "reason"),
+    ("since", "evaluated", "min_variety", "reason"),
     [
-        (3, [2], "nothing was evaluated since the way of evaluating changed, after 3 epochs"),
-        (3, [2, 3], "no evaluation was a finite number"),
-        (0, [0], "no evaluation was a finite number"),
+        (3, [2], 0.0, "nothing was evaluated since the way of evaluating changed, after 3 epochs"),
+        (3, [2, 3], 0.0, "no evaluation was a finite number"),
+        (0, [0], 0.0, "no evaluation was a finite number"),
+        (0, [0], 0.9, "no evaluation was a finite number of images with the variety of config.eval.min_variety, 0.9"),
     ],
 )
-def test_a_run_without_a_best_policy_to_go_back_to_ends_and_says_why_there_is_none(since, evaluated, reason):
+def test_a_run_without_a_best_policy_to_go_back_to_ends_and_says_why_there_is_none(
+    since, evaluated, min_variety, reason
+):
     board = Record(history=[{"kind": "update", "epoch": 4}])
     for epoch in evaluated:
         board.history.append({"kind": "eval", "epoch": epoch})
-    run = Record(best_evaluation=None, stopped=False, evaluations_since=since, board=board)
+    config = Config(eval=Eval(min_variety=min_variety))
+    run = Record(config=config, best_evaluation=None, stopped=False, evaluations_since=since, board=board)
     assert loop._roll_back(run) == f"{reason}, so it saves a checkpoint and ends the run"
     assert run.stopped
 

@@ -164,6 +164,9 @@ def why_no_best(run: Run) -> str:
     if run.evaluations_since and not evaluated:
         changed = f"after {counted(run.evaluations_since, 'epochs')}"
         return f"nothing was evaluated since the way of evaluating changed, {changed}"
+    if run.config.eval.min_variety:
+        least = f"the variety of config.eval.min_variety, {run.config.eval.min_variety}"
+        return f"no evaluation was a finite number of images with {least}"
     return "no evaluation was a finite number"
 
 
