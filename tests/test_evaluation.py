@@ -95,6 +95,9 @@ def test_the_best_policy_of_a_run_keeps_the_variety_that_was_asked_for(recorded,
     kept = best.read_best(folder)
     assert (kept.epoch, kept.figures["variety"]) == (1, varieties[1])
     assert lines_of(folder, "test")[-1]["test_best/jpeg_compressibility"] != scores[2]
+    # Tables of runs name the same one.
+    shown = run_history.scores(run_history.read_run(folder, "")).best
+    assert (shown.epoch, shown.value) == (1, kept.value)
 
 
 def test_a_figure_that_no_reward_has_cannot_choose():

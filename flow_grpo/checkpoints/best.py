@@ -113,16 +113,18 @@ def improves(evaluation: Evaluation, best: Evaluation | None, min_variety: float
         min_variety: as config.eval.min_variety. A best evaluation with less, which a resumed run has from before the
             setting was changed, gives way to any that has enough.
     """
-    if not math.isfinite(evaluation.value) or not _is_varied(evaluation, min_variety):
+    if not math.isfinite(evaluation.value) or not is_varied(evaluation.figures.get(VARIETY), min_variety):
         return False
-    if best is None or not _is_varied(best, min_variety):
+    if best is None or not is_varied(best.figures.get(VARIETY), min_variety):
         return True
     return evaluation.value > best.value
 
 
-def _is_varied(evaluation: Evaluation, min_variety: float) -> bool:
-    """Return whether an evaluation measured at least this variety; 0 asks for none, nor that it was measured."""
-    return not min_variety or evaluation.figures.get(VARIETY, 0.0) >= min_variety
+def is_varied(variety: float | None, min_variety: float) -> bool:
+    """Return whether an evaluation has the variety that config.eval.min_variety asks for; None = none was measured."""
+    if not min_variety:
+        return True
+    return variety is not None and variety >= min_variety
 
 
 def find_best(run_folder: Path) -> Path | None:

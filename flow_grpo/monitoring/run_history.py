@@ -184,7 +184,8 @@ def scores(run: RunHistory) -> Scores:
     """Return the evaluations and tests of a run by the score that chooses its best policy."""
     evaluations = _scores_of(run, "eval")
     tests = _scores_of(run, "test")
-    finite = [score for score in evaluations if math.isfinite(score.value)]
+    varied = _scores_of(run, "eval", run.config.eval.min_variety)
+    finite = [score for score in varied if math.isfinite(score.value)]
     return Scores(
         first=_at(evaluations, 0),
         last=_at(evaluations, -1),
@@ -201,12 +202,14 @@ def _at(history: list[Score], index: int) -> Score | None:
     return history[index] if history else None
 
 
-def _scores_of(run: RunHistory, kind: str) -> list[Score]:
-    """Return the comparable evaluations of a kind, the oldest first."""
+def _scores_of(run: RunHistory, kind: str, min_variety: float = 0.0) -> list[Score]:
+    """Return the comparable evaluations of a kind with this variety, as config.eval.min_variety; the oldest first."""
     name = f"{kind}/{run.config.eval.best_by}"
     history = []
     for line in run.records:
-        if name in line and line["epoch"] >= run.evaluations_since:
+        if name not in line or line["epoch"] < run.evaluations_since:
+            continue
+        if best.is_varied(line.get(f"{kind}/{best.VARIETY}"), min_variety):
             history.append(Score(line[name], line.get(f"{kind}/std_error"), int(line["epoch"])))
     return history
 
