@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import gzip
 import io
 import json
@@ -13,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -551,6 +553,37 @@ def test_a_server_whose_machine_fails_is_away_and_another_one_scores(kind):
     with listening(fails) as broken, listening() as url:
         assert httpx.post(broken + "/score", **parts(GOOD)).status_code == 500
         torch.testing.assert_close(score(pool_of([broken, url]))["avg"], random_images(6).mean((1, 2, 3)))
+
+
+@pytest.mark.parametrize("kind", [KeyError, ValueError, MemoryError])
+def test_a_server_keeps_no_images_of_requests_for_which_its_reward_has_failed(kind):
+    def raises(images, prompts, metadata):
+        seen.append(weakref.ref(images))
+        raise kind("face")
+
+    seen = []
+    with listening(raises) as url:
+        request = parts(GOOD, GOOD, request='{"prompts": ["a", "b"]}', **{"Idempotency-Key": "1"})
+        assert "face" in httpx.post(url + "/score", **request).text
+        gc.collect()
+        assert [images() for images in seen] == [None] * 3
+
+
+def test_what_a_call_for_all_images_held_is_free_when_each_is_scored_alone():
+    def fails_together(images, prompts, metadata):
+        # The test is of memory: a frame that is alive keeps what it has computed.
+        alive.append(sum(computed() is not None for computed in all_computed))
+        computed = images * 2
+        all_computed.append(weakref.ref(computed))
+        if len(images) > 1:
+            raise torch.OutOfMemoryError("too many")
+        return computed.mean((1, 2, 3))
+
+    alive = []
+    all_computed = []
+    with listening(fails_together) as url:
+        assert score(pool_of(url, batch_size=3), count=3)["avg"].isfinite().all()
+    assert alive == [0] * 4
 
 
 def test_no_more_images_are_under_way_than_there_is_room_for():

@@ -49,6 +49,23 @@ class JobScores(NamedTuple):
         return answer
 
 
+class JobFailed(NamedTuple):
+    """Failure of a reward for all images of a job, in words: an error keeps the frames of its calls, and so images."""
+
+    status: int  # of the answer
+    error: str
+
+
+def failure_of(error: Exception) -> JobFailed:
+    """Return what is answered after a reward's error."""
+    if isinstance(error, MACHINE_ERRORS):
+        return JobFailed(500, describe_error(error))
+    # The reward refuses the input, or fails for it, and would do so again.
+    if isinstance(error, ValueError):
+        return JobFailed(422, str(error))
+    return JobFailed(422, describe_error(error))
+
+
 class Rewarder:
     """Endpoints of one reward's server, and the thread that scores requests in the order in which they come."""
 
@@ -61,20 +78,20 @@ class Rewarder:
         self.memory = Memory(limits.max_memory_bytes)
         self.thread = Threads(1)
         self.decoders = Threads(DECODERS)
-        self.answers = OrderedDict()  # Idempotency-Key -> future JobScores
+        self.answers = OrderedDict()  # Idempotency-Key -> future JobScores or JobFailed
 
-    def _score(self, job: Job) -> JobScores:
+    def _score(self, job: Job) -> JobScores | JobFailed:
         """Score a job, in the scoring thread. Where the reward fails for all of its images together, each is scored
-        alone, so that the others have a score. Raise the reward's error if it fails for each of them, too."""
+        alone, so that the others have a score."""
         try:
             return self._score_together(job)
-        except Exception:
-            if len(job.images) == 1:
-                raise
-            scored = self._score_each(job)
-            if scored is None:
-                raise
-            return scored
+        except Exception as error:
+            failed = failure_of(error)
+        # Only here what the failed call held is free again, such as the memory of a device that was full.
+        if len(job.images) == 1:
+            return failed
+        scored = self._score_each(job)
+        return failed if scored is None else scored
 
     def _score_together(self, job: Job) -> JobScores:
         """Score the images of a job by one call of the reward."""
@@ -123,23 +140,20 @@ class Rewarder:
         try:
             # A client that leaves does not end the scoring, for whose result it may ask again.
             scored = await asyncio.shield(answer)
-            return JSONResponse(scored.answer())
         except asyncio.CancelledError as error:
             raise HTTPException(503, "the server is stopping") from error
-        except MACHINE_ERRORS as error:
-            self.answers.pop(key, None)
-            raise HTTPException(500, describe_error(error)) from error
-        # The reward refuses the input, or fails for it, and would do so again.
-        except ValueError as error:
-            raise HTTPException(422, str(error)) from error
-        except Exception as error:
-            raise HTTPException(422, describe_error(error)) from error
         finally:
             while len(self.answers) > REMEMBERED:
                 self.answers.popitem(last=False)
+        if isinstance(scored, JobScores):
+            return JSONResponse(scored.answer())
+        # What the machine failed at may do when it is asked for again.
+        if scored.status >= 500:
+            self.answers.pop(key, None)
+        raise HTTPException(scored.status, scored.error)
 
     async def _enter(self, request: Request) -> asyncio.Future:
-        """Put a request in the line and return its future JobScores. It holds memory until it has them."""
+        """Put a request in the line and return its future outcome. It holds memory until it has them."""
         try:
             job = await read_job(request, self.limits, self.memory, self.decoders, self.takes_videos)
         except BaseException:
