@@ -171,6 +171,31 @@ def test_smoke_leaves_out_watched_rewards_that_are_not_here_and_what_is_said_of_
         assert config.reward.args.to_dict() == {"pickscore": {"url": "http://127.0.0.1:1"}}
 
 
+OWN_PROMPTS = """
+from config import grpo
+from flow_grpo.settings.config_files import select
+
+
+def mine():
+    config = grpo.{run}()
+    config.dataset = {dataset!r}
+    return config
+
+
+def get_config(name):
+    return select(name, (mine,), grpo.VARIANTS, __file__)
+"""
+
+
+@pytest.mark.parametrize("run", ["pickscore_qwenimage", "shapes_qwenimage"])
+def test_smoke_takes_no_reward_of_a_shipped_task_for_prompts_of_ones_own(run, tmp_path):
+    file = tmp_path / "own_prompts.py"
+    file.write_text(OWN_PROMPTS.format(run=run, dataset=str(tmp_path)))
+    config = command_line.config_of([f"--config={file}:mine,smoke"], DEFAULT)
+    assert (config.dataset, config.model) == (str(tmp_path), "flow_grpo/assets/tiny_qwenimage")
+    assert config.reward_fn.to_dict() == {"jpeg_compressibility": 1.0}
+
+
 LEFT_OUT = "smoke leaves out the reward pickscore, which needs weights of the hub or a server"
 SMOKE_AND_FLAGS = [  # flags, the rewards that remain, and what smoke is said to have replaced among these
     ([], {"shapes": 1.0}, ["dataset", "reward_fn"]),

@@ -188,7 +188,7 @@ def test_in_a_pipe_an_epoch_is_one_plain_line(board, capsys):
 
 def test_the_eta_is_the_end_of_the_last_epoch_or_of_the_one_in_which_the_hours_end(now, board, capsys):
     board.config = replace(board.config, num_epochs=10)
-    for epoch, left in enumerate([{}, dict(seconds_left=150.0), dict(seconds_left=-1.0)]):
+    for epoch, left in enumerate([{}, dict(seconds_left=150.0), dict(seconds_left=-250.0)]):
         with board.timed("rollout"):
             now[0] += 100
         board.log("epoch", {}, epoch=epoch, step=epoch, **left)
