@@ -135,7 +135,7 @@ def read_tensors(state: dict[str, Tensor], folder: Path, exact: bool) -> None:
     if differences:
         names = ", ".join(differences[:8])
         tensors = counted(len(differences), "tensors")
-        raise UserError(f"{folder} does not fit this run: {tensors} of another kind: {names}")
+        raise UserError(f"{folder} does not fit this run in {tensors}: {names}")
     for part in _parts(folder):
         if part.name in state:
             _fill(fsdp_utils.rows_of(state[part.name]), part)
