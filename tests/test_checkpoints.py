@@ -245,6 +245,12 @@ def test_another_model_is_refused_by_its_differing_tensors_and_another_format_by
         checkpoints.load(checkpoint, TENSORS | {"a": torch.zeros(7)})
     with pytest.raises(ValueError, match=r"does not fit this run in 1 tensor: more$"):
         checkpoints.load(checkpoint, TENSORS | {"more": torch.zeros(7)})
+    # What a checkpoint has beyond a run is refused, too, unless the run asks for its own tensors alone.
+    fewer = {"a": torch.zeros(100, 3)}
+    with pytest.raises(ValueError, match=r"does not fit this run in 2 tensors: b, c$"):
+        checkpoints.load(checkpoint, fewer)
+    checkpoints.load(checkpoint, fewer, exact=False)
+    assert torch.equal(fewer["a"], TENSORS["a"])
     (checkpoint / "progress.json").write_text('{"format": 3}')
     with pytest.raises(ValueError, match=r"has the format 3"):
         checkpoints.load(checkpoint, TENSORS)

@@ -555,6 +555,31 @@ def test_a_server_whose_machine_fails_is_away_and_another_one_scores(kind):
         torch.testing.assert_close(score(pool_of([broken, url]))["avg"], random_images(6).mean((1, 2, 3)))
 
 
+def test_a_request_at_which_the_machine_has_failed_is_scored_when_it_is_sent_again():
+    def fails_once(images, prompts, metadata):
+        calls.append(len(images))
+        if len(calls) == 1:
+            raise MemoryError("of the machine")
+        return images.mean((1, 2, 3))
+
+    calls = []
+    with listening(fails_once) as url:
+        torch.testing.assert_close(score(pool_of(url), count=1)["avg"], random_images(1).mean((1, 2, 3)))
+    assert calls == [1, 1]
+
+
+def test_an_image_that_is_scored_alone_has_the_sources_of_its_own_prompt():
+    def fails_together(images, prompts, metadata, sources):
+        if len(images) > 1:
+            raise KeyError("face")
+        (own_sources,) = sources
+        return [float(source.shape[-1]) for source in own_sources]
+
+    edits = [Prompt(f"edit {side}", {}, (Image.new("RGB", (side, 8)),)) for side in (8, 16, 24)]
+    with listening(fails_together) as url:
+        assert pool_of(url, batch_size=3).submit(random_images(3), edits)()["avg"].tolist() == [8, 16, 24]
+
+
 @pytest.mark.parametrize("kind", [KeyError, ValueError, MemoryError])
 def test_a_server_keeps_no_images_of_requests_for_which_its_reward_has_failed(kind):
     def raises(images, prompts, metadata):
