@@ -1,9 +1,9 @@
 """A ladder of model sizes: which learning rate is best for each algorithm at each size, and which algorithm.
 
-    python tools/build_tiny_qwenimage.py --out runs/small --layers 2 --heads 3 --vae flow_grpo/assets/tiny_qwenimage
+    python tools/build_tiny_qwenimage.py --out runs/small --layers 3 --heads 4 --vae flow_grpo/assets/tiny_qwenimage
     python tools/build_tiny_qwenimage.py --out runs/large --layers 10 --heads 8 --vae flow_grpo/assets/tiny_qwenimage
-    python benchmarks/ladder.py train --out runs/ladder --seconds 150 --parallel 10 --gpu \\
-        --bases 0.7M=runs/small/step_006000 2.5M=flow_grpo/assets/tiny_qwenimage 24M=runs/large/step_001500
+    python benchmarks/ladder.py train --out runs/ladder --seconds 460 --parallel 25 --gpu \\
+        --bases 1.9M=runs/small/step_008168 2.5M=flow_grpo/assets/tiny_qwenimage 24M=runs/large/step_001408
     python benchmarks/ladder.py draw --out runs/ladder
 
 Bases are those evaluations of their builder that are right as often as the shipped one, about 0.4. `train` makes what
