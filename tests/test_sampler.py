@@ -51,7 +51,7 @@ WINDOW = [  # what is passed to the entry point, and words of the sentence
     (dict(flash_solver="ddim"), "flash_solver is 'ddim'", "'extrapolate'"),
     (dict(window=range(0, 4, 2)), "window is range(0, 4, 2)"),
     (dict(window=range(3, 5)), "window is range(3, 5)", "4 steps"),
-    (dict(noise=[torch.Generator()]), "generators", "1 entries for 2 prompts"),
+    (dict(noise=[torch.Generator()]), "1 generator for 2 prompts"),
     (dict(noise_level=1e-30), "noise_level is 1e-30", "0.001 to 10"),
     (dict(noise_level=2.5, sde_type="cps_gaussian"), "noise_level is 2.5", "0.001 to 1.0"),
     (dict(window=range(1, 4), sde_type="cps_gaussian"), "range(1, 4) of 4"),
