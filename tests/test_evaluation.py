@@ -263,6 +263,7 @@ def test_the_best_weights_score_on_the_test_what_they_scored_in_their_epoch(rank
     assert f"{folder / 'best'} holds the best policy, of epoch {kept.epoch} of 3" in said
     assert re.search(r"on the test prompts: \S+ ± \S+ before, \S+ ± \S+ last, \S+ ± \S+ best", said)
     assert re.search(r"; shapes_accuracy \S+ before, \S+ best", said)
+    assert re.search(r"; variety 1 before, 0\.\d+ best", said)
 
 
 def test_a_run_goes_on_from_the_state_of_its_best_evaluation(recorded, tmp_path):

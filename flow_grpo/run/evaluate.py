@@ -190,6 +190,9 @@ def conclude(run: Run) -> None:
     first_means = _first_test_means(run)
     metrics = _metrics_of(run, "test_best", best_means) | {"best_epoch": chosen.epoch}
     run.board.log("test", metrics, epoch=run.epoch, step=run.step)
+    variety = metrics.get(f"test_best/{best.VARIETY}")
+    if variety is not None:
+        best_means = best_means | {best.VARIETY: variety}
 
     name = chosen.best_by
     moments = {"before": first_means, "last": run.test_figures, "best": best_means}
