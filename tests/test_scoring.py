@@ -485,6 +485,15 @@ def test_an_image_without_a_score_is_left_out_alone():
         scored_by(answer, "deqa", allow_pickle=True)
 
 
+def in_a_thread(name, reward):
+    """Scores of a reward of one's own, of which half may fail."""
+    rewards.register(name, reward)
+    try:
+        return score(Pool(CPU, {name: 1.0}, (), settings(max_masked_share=0.5, batch_size=6)))
+    finally:
+        del rewards.REGISTERED[name]
+
+
 def test_an_image_that_our_server_cannot_score_is_left_out_alone_as_in_a_thread():
     def score_some(images, prompts, metadata):
         scores = images.mean((1, 2, 3))
@@ -498,11 +507,7 @@ def test_an_image_that_our_server_cannot_score_is_left_out_alone_as_in_a_thread(
         found = score(pool_of(url, max_masked_share=0.5))
         with pytest.raises(RewardFailed, match=r"no number, for 'prompt 2' \(1 such image\)"):
             score(pool_of(url))
-    rewards.register("some", score_some)
-    try:
-        local = score(Pool(CPU, {"some": 1.0}, (), settings(max_masked_share=0.5, batch_size=6)))
-    finally:
-        del rewards.REGISTERED["some"]
+    local = in_a_thread("some", score_some)
     assert local["avg"].isnan().tolist() == [False, False, True, False, False, False]
     for name, figure in (("avg", "avg"), ("served_doubled", "some_doubled")):
         torch.testing.assert_close(found[name], local[figure], equal_nan=True)
@@ -519,11 +524,7 @@ def test_an_image_for_which_a_served_reward_raises_is_left_out_alone_as_in_a_thr
         found = score(pool_of(url, max_masked_share=0.5, retry_s=60.0))
         with pytest.raises(RewardFailed, match=r"for 'prompt 2'.*; the server says: KeyError: 'face'"):
             score(pool_of(url, retry_s=60.0))
-    rewards.register("faces", fails_for_prompt_2)
-    try:
-        local = score(Pool(CPU, {"faces": 1.0}, (), settings(max_masked_share=0.5, batch_size=6)))
-    finally:
-        del rewards.REGISTERED["faces"]
+    local = in_a_thread("faces", fails_for_prompt_2)
     assert local["avg"].isnan().tolist() == [False, False, True, False, False, False]
     torch.testing.assert_close(found["avg"], local["avg"], equal_nan=True)
 
@@ -545,7 +546,7 @@ def test_a_served_reward_that_raises_for_every_image_refuses_the_request_with_it
     assert seen == [3, 1, 1, 1] * 2
 
 
-@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError, torch.AcceleratorError])
+@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, ConnectionResetError])
 def test_a_server_whose_machine_fails_is_away_and_another_one_scores(kind):
     def fails(images, prompts, metadata):
         raise kind("of the machine")

@@ -31,8 +31,8 @@ REMEMBERED = 4096  # answers
 DECODERS = 2  # threads that decode images
 KEEP_ALIVE_S = 10  # time that a connection without a request stays; longer than clients keep one
 GRACE_S = 3  # time that a request which is being scored has when the server is stopped
-# Errors of the machine, which may pass, or which a server on another machine may not have.
-MACHINE_ERRORS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+# Errors of the machine, its disk or its network, which may pass, or which a server on another machine may not have.
+MACHINE_ERRORS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, OSError)
 
 
 class JobScores(NamedTuple):
