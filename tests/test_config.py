@@ -264,8 +264,6 @@ def test_a_stored_value_is_what_means_the_same_today_and_never_another_one(befor
         (("lora", "dropout", 0.0), []),
         (("lora", "dropout", 0.1), ["lora.dropout"]),
         (("reward", "backend", "process"), []),
-        (("train", "grad_input_precision", ""), []),
-        (("train", "grad_input_precision", "fp8"), ["train.grad_input_precision"]),
         (("sample", "branch_schedule", "fixed"), []),
         (("sample", "branch_schedule", "spread"), ["sample.branch_schedule"]),
         (("reward", "on_failure", "mask"), ["reward.on_failure"]),

@@ -130,6 +130,65 @@ def test_a_compiled_graph_keeps_no_unpacked_weight_for_the_backward():
     assert matrices == {torch.float8_e4m3fn}
 
 
+def gradient(layer, x, grad):
+    """Result of a layer, and its gradient of x."""
+    x = x.clone().requires_grad_()
+    result = layer(x)
+    result.backward(grad)
+    return result.detach(), x.grad
+
+
+def rounding_gradients(weight, bias=None):
+    """A layer whose gradients of x are rounded, and the same one whose are not."""
+    layer = layer_of(EightBitLinear, weight, bias)
+    layer.rounds_gradients = True
+    return layer, layer_of(EightBitLinear, weight, bias)
+
+
+@pytest.mark.parametrize("tokens", [64, 75])  # the second is no multiple of the 16 rows that cuBLAS asks for
+def test_rounded_gradients_of_numbers_that_8_bits_hold_are_exact(tokens):
+    """Rows of W may have any scale, as long as it is a power of two."""
+    stream = torch.Generator().manual_seed(0)
+    held = torch.tensor([7.0, -3.5, 1.75, 0.0])
+    weight = held[torch.randint(4, (48, 32), generator=stream)]
+    grad = held[torch.randint(4, (2, tokens, 48), generator=stream)]
+    weight[:, 0] = -7.0
+    grad[..., 0] = 7.0
+    sizes = torch.exp2(torch.arange(48.0) % 5)[:, None]
+    # Times its scale, each gradient is one of the numbers again.
+    layer, plain = rounding_gradients(weight * sizes, torch.arange(48.0))
+    x = draw(2, tokens, 32)
+    result, rounded = gradient(layer, x, grad / sizes.T)
+    expected, exact = gradient(plain, x, grad / sizes.T)
+    assert torch.equal(result, expected)
+    torch.testing.assert_close(rounded, exact.bfloat16().float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e6])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "traced"])
+def test_rounded_gradients_point_where_exact_ones_do_however_small(size, compiled):
+    weight = draw(64, 128) * torch.exp2(draw(64, 1, seed=3))
+    layer, plain = rounding_gradients(weight, draw(64))
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    x = draw(2, 101, 128, seed=1)
+    grad = draw(2, 101, 64, seed=2) * size
+    result, rounded = gradient(call, x, grad)
+    expected, exact = gradient(plain, x, grad)
+    assert torch.equal(result, expected)
+    rounded = rounded.double() / size
+    exact = exact.double() / size
+    assert F.cosine_similarity(rounded.flatten(), exact.flatten(), 0) > 0.999
+    assert 0.02 < (rounded - exact).norm() / exact.norm() < 0.05
+
+
+def test_gradients_of_few_rows_and_of_one_vector_per_image_are_not_rounded():
+    layer, plain = rounding_gradients(draw(64, 128))
+    for shape in ((2, 60), (400,)):
+        x = draw(*shape, 128, seed=1)
+        grad = draw(*shape, 64, seed=2)
+        assert torch.equal(gradient(layer, x, grad)[1], gradient(plain, x, grad)[1])
+
+
 def test_layers_that_do_not_suit_a_precision_are_named():
     with pytest.raises(ValueError, match="a layer of 24 x 16 has no products of 8-bit floats"):
         rounding(draw(16, 24))

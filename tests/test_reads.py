@@ -106,7 +106,10 @@ NOT_SEEN = {"method", "custom", "health.reward_drop", "accept_changes", "signal_
     "compile_cache"
 }
 # Their defaults say that they are off.
-UNCONDITIONALLY = {"attention", "sample.flash_solver", "train.guidance_scale", "train.gradient_noisings"}
+UNCONDITIONALLY = {
+    *("attention", "sample.flash_solver"),
+    *("train.guidance_scale", "train.gradient_noisings", "train.grad_input_precision"),
+}
 # Where the loss itself reads none.
 OF_STATISTICS = {name: {"train.clip_range"} for name in ("dppo", "elbo", "crd", "endpoint")}
 # What functions that one's own rollout or update calls too read: run.sampling and run.update. The window's range is

@@ -68,6 +68,7 @@ TRAINING = {  # a script's run -> its rows
         no("rollout_weights is 'merged'", "''", base_precision="fp8_weights", sample__rollout_weights="merged"),
         no("rollout_weights is 'merged_fp8'", "'nf4'", base_precision="nf4", sample__rollout_weights="merged_fp8"),
         no("rollout_weights is 'fp8'", "'fp8_weights'", sample__rollout_weights="fp8"),
+        no("grad_input_precision is 'fp8'", "base_precision 'fp8_weights'", train__grad_input_precision="fp8"),
         no("base_precision is '8bit', which is now called 'fp8_weights'", base_precision="8bit"),
         no("base_precision is 'fp8'", "'fp8_weights', 'nf4'", base_precision="fp8"),
         no("attention", "config.precision 'bf16', but that is 'fp32'", attention="flash_4", lora__rank=8),

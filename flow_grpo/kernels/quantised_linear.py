@@ -17,8 +17,8 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 # Below so many rows reading W takes all of a product's time, and cuBLAS refuses some shapes.
 FEW_ROWS = 128
-# Not 0, so that a row or block of zeros stays one.
-SMALLEST_SCALE = 1e-12
+# Not 0, so that a row or block of zeros stays one, and far below gradients, which may be as small as 1e-15.
+SMALLEST_SCALE = 1e-30
 # Weights of a scale, at most.
 NF4_BLOCK = 64
 # Quantiles of a normal distribution, with 0 among them (arXiv:2305.14314, appendix E).
@@ -78,8 +78,11 @@ class EightBitLinear(QuantisedLinear):
     Sides are multiples of 16.
 
     Where `rounds_x` says so, products are of 8-bit rows of x and of W, with sums in float32 and without gradients. An x
-    of few rows, or of one vector per image (modulation), keeps its bits, which costs nothing there.
+    of few rows, or of one vector per image (modulation), keeps its bits, which costs nothing there. Where
+    `rounds_gradients` says so, the same holds for the gradient of x, while the product itself stays as it is.
     """
+
+    rounds_gradients = False
 
     rows: Tensor  # [out, in] e4m3
     scale: Tensor  # [out, 1] f32
@@ -123,10 +126,12 @@ class EightBitLinear(QuantisedLinear):
         # [B, in] is one vector per image (modulation), of which nothing is rounded.
         is_of_tokens = x.ndim > 2
         if not (self.rounds_x and is_of_tokens):
-            return UnpackedProduct.apply(x.to(self.dtype), self.rows, self.scale, self.bias)
+            rounds_gradient = self.rounds_gradients and is_of_tokens and not _has_few_rows(x)
+            product = ProductOfRoundedGradient if rounds_gradient else UnpackedProduct
+            return product.apply(x.to(self.dtype), self.rows, self.scale, self.bias)
         assert not (torch.is_grad_enabled() and x.requires_grad), "rounding has no gradient"
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        if x[..., 0].numel() < FEW_ROWS:
+        if _has_few_rows(x):
             weight = unpacked(self.rows, self.scale, torch.bfloat16)
             return F.linear(x.to(torch.bfloat16), weight, bias).to(self.dtype)
 
@@ -237,6 +242,27 @@ class UnpackedProduct(torch.autograd.Function):
         (grad,) = grad_outputs
         stored, scale = ctx.saved_tensors
         return grad @ _weight_again(stored, scale, grad.dtype), None, None, None
+
+
+class ProductOfRoundedGradient(UnpackedProduct):
+    """The same product of e4m3 rows, bit for bit. The gradient of x is a product of 8-bit rows, with sums in float32.
+
+    It is dX = dY S R, with W = S R: the scales S of W's rows lie along the axis that is summed, where a product of
+    8 bits has none. So they go into dY, whose rows are quantised with them.
+    """
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+        """Compute the gradient of x [..., in] from that of the result, [..., out]."""
+        (grad,) = grad_outputs
+        rows, scale = ctx.saved_tensors
+        scaled = grad.flatten(0, -2).float() * scale.T
+        grad_rows, grad_scale = quantise(padded(scaled))
+        # cuBLAS reads the second factor column by column. The copy lives as long as the product.
+        columns = rows.T.contiguous().T
+        column_scale = torch.ones(1, rows.shape[1], device=rows.device)
+        product = product_of_rows(grad_rows, grad_scale, columns, column_scale, None)
+        return product[: len(scaled)].unflatten(0, grad.shape[:-1]).to(grad.dtype), None, None, None
 
 
 def _weight(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

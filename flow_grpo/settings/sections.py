@@ -227,6 +227,10 @@ class Train(Section):
     max_grad_norm: float = setting(1.0, min=TINY)
     """Norm to which longer gradients are scaled down."""
 
+    grad_input_precision: Literal["", "fp8"] = setting("", when=(("base_precision", "fp8_weights"),))
+    """Precision of the products that give the gradients of layers' inputs; "" = precision; "fp8" = faster, by rounded
+    rows of gradients and weights, behind the same forward."""
+
     updates_per_epoch: int = setting(2, unit="updates", min=1, max=10**6)
     """Optimizer steps per epoch and inner epoch."""
 

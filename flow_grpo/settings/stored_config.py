@@ -51,7 +51,6 @@ WITHOUT_EFFECT = (  # settings that are none any more, as stored: today's progra
     ("reward.backend", "inline"),
     ("reward.backend", "thread"),
     ("reward.backend", "process"),
-    ("train.grad_input_precision", ""),
 )
 # setting -> pairs (stored, wanted): the configs of this repository, or the setting's default, had the former when the
 # run began and have the latter today. A resumed run keeps its own.

@@ -40,6 +40,8 @@ def fill_model(
     """
     stored = _stored_weights(config, model) if weights is None else StoredWeights(weights)
     quantisation.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
+    if config.train.grad_input_precision == "fp8":
+        quantisation.round_gradients(model.transformer)
     if config.precompute_modulation:
         stored = modulation.precompute(config, model, stored)
     fsdp_utils.prepare(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.kernels.quantised_linear import EightBitLinear, NF4Linear, QuantisedLinear
+from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
 
 # Layers by config.base_precision.
@@ -24,9 +25,10 @@ def check_device(config: Config, device: torch.device) -> None:
     name = torch.cuda.get_device_name(device)
     if config.base_precision == "fp8_weights" and config.compile:
         raise UserError(f"config.base_precision is 'fp8_weights': {name} compiles no layers of 8-bit floats")
-    if "fp8" in config.sample.rollout_weights:
-        weights = config.sample.rollout_weights
-        raise UserError(f"config.sample.rollout_weights is {weights!r}: {name} has no products of 8-bit floats")
+    for key in ("sample.rollout_weights", "train.grad_input_precision"):
+        value = table.value_of(config, key)
+        if "fp8" in value:
+            raise UserError(f"config.{key} is {value!r}: {name} has no products of 8-bit floats")
 
 
 def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: str) -> None:
@@ -49,6 +51,13 @@ def quantise_units(transformer: nn.Module, units: tuple[str, ...], precision: st
             if type(child) is nn.Linear and not child.weight.requires_grad:
                 setattr(parent, name, KINDS[precision].of(child))
     assert quantised_layers(transformer), f"no linear layer of {units} is frozen"
+
+
+def round_gradients(transformer: nn.Module) -> None:
+    """Make 8-bit layers compute the gradients of their inputs by products of 8 bits, from here on."""
+    for layer in quantised_layers(transformer).values():
+        if isinstance(layer, EightBitLinear):
+            layer.rounds_gradients = True
 
 
 def merged_copy(base: nn.Linear | EightBitLinear, change: Tensor) -> EightBitLinear:
