@@ -241,6 +241,18 @@ def test_no_row_of_a_merged_copy_outgrows_8_bits(times, monkeypatch):
     assert torch.equal(growth, growth.round())
 
 
+def test_on_gpus_a_merged_weight_comes_from_one_graph_with_the_same_bits():
+    """The graph as it is traced; kernels are the compiler's."""
+    base = layer_of(EightBitLinear, draw(16, 32))
+    change = draw(16, 32, seed=1)
+    noise = torch.rand(16, 32, generator=torch.Generator().manual_seed(0))
+    plain = quantised_linear.rounded_sum(change, base.rows, base.scale, noise)
+    traced = torch.compile(quantised_linear.rounded_sum, backend="aot_eager", fullgraph=True, dynamic=True)
+    rows, scale = traced(change, base.rows, base.scale, noise)
+    assert torch.equal(rows.float(), plain[0].float())
+    assert torch.equal(scale, plain[1])
+
+
 def layers(biases=1.0):
     """A feed-forward's two, of 8 bits."""
     first = rounding(draw(INNER, WIDTH) / 8, biases * draw(INNER))

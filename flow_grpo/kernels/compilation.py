@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from diffusers.models.activations import GELU
@@ -16,10 +16,14 @@ from diffusers.models.attention import FeedForward
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch._functorch import config as functorch
+from torch._inductor import config as inductor
 
-from flow_grpo.kernels import lora_linear, stochastic_rounding
+from flow_grpo.kernels import lora_linear, one_kernel
 from flow_grpo.kernels.lora_linear import AdaptedLinear
 from flow_grpo.kernels.quantised_linear import EightBitLinear
+
+if TYPE_CHECKING:
+    from torch._inductor.choices import InductorChoices
 
 # The compiler shall not choose among kernels of a sum by measured times, so that a graph compiled again has the same
 # bits. It is an option of each graph, since a global setting would not last: the compiler itself calls
@@ -39,7 +43,8 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
     """
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    stochastic_rounding.compile_for_gpus()
+    one_kernel.compile_from_now_on()
+    inductor.inductor_choices_class = _row_reductions
     functorch.activation_memory_budget = activation_memory
     # Without it, graphs of quantised layers are made anew in every process.
     functorch.autograd_cache_allow_custom_autograd_functions = True
@@ -52,6 +57,13 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
         module.forward = torch.compile(forward, dynamic=False, options=OPTIONS)
     if modules:
         modules[0].forward = _wanting_gradients(modules[0].forward)
+
+
+def _row_reductions() -> "InductorChoices":
+    # Its module imports the compiler, which takes seconds.
+    from flow_grpo.kernels.row_reductions import RowsInRegisters
+
+    return RowsInRegisters()
 
 
 def keep_graphs(folder: Path, device: torch.device) -> None:

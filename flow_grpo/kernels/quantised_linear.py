@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.formatting import counted
 from flow_grpo.kernels import stochastic_rounding
+from flow_grpo.kernels.one_kernel import one_kernel
 
 # 4 bits of exponent, 3 of mantissa (arXiv:2209.05433). Its largest number is 448.
 E4M3 = torch.float8_e4m3fn
@@ -108,14 +109,10 @@ class EightBitLinear(QuantisedLinear):
         It is rounded stochastically, with the scales of `base`, or a power of two times these where a row outgrows
         them. So without a change it is `base`, number for number.
         """
-        # In place: a layer's weight in float32 is there once.
-        total = (change / base.scale).add_(base.rows.float())
-        outgrown = torch.linalg.vector_norm(total, torch.inf, 1, keepdim=True) / LARGEST
-        growth = torch.exp2(outgrown.log2().ceil().clamp(min=0))
-        # Clamped, since log2 may round down.
-        total.div_(growth).clamp_(-LARGEST, LARGEST)
-        self.rows.copy_(stochastic_rounding.rounded(total, E4M3))
-        self.scale.copy_(base.scale * growth)
+        noise = stochastic_rounding.noise_like(change)
+        rows, scale = _rounded_sum(change, base.rows, base.scale, noise)
+        self.rows.copy_(rows)
+        self.scale.copy_(scale)
 
     def forward(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         """Map [..., in] to [..., out].
@@ -192,6 +189,24 @@ def quantise(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     # A row of zeros would divide by 0.
     largest = largest.float().clamp(min=SMALLEST_SCALE)
     return (x.float() * (LARGEST / largest)).to(E4M3), largest / LARGEST
+
+
+def rounded_sum(change: Tensor, rows: Tensor, scale: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Add a change [out, in] to W of e4m3 rows and their scales [out, 1]; return those of the sum, of which
+    `EightBitLinear.store_sum` speaks.
+
+    Args:
+        noise: [out, in], of the rounding.
+    """
+    total = change / scale + rows.float()
+    outgrown = total.abs().amax(1, keepdim=True) / LARGEST
+    growth = torch.exp2(outgrown.log2().ceil().clamp(min=0))
+    # Clamped, since log2 may round down.
+    total = (total / growth).clamp(-LARGEST, LARGEST)
+    return stochastic_rounding.rounded_by(noise, total, E4M3), scale * growth
+
+
+_rounded_sum = one_kernel(rounded_sum)
 
 
 class NF4Linear(QuantisedLinear):

@@ -7,6 +7,8 @@ at random moves a few of the weights by a whole step, and a product over many of
 import torch
 from torch import Tensor
 
+from flow_grpo.kernels.one_kernel import one_kernel
+
 # A seed of its own, so that the noise is not that from which weights were drawn.
 SEED = 7_340_033
 # Bits of a float32's exponent.
@@ -17,11 +19,13 @@ TWO_EXPONENTS_OF_1 = 0x7F000000
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round finite float32 x of any shape to `dtype`, whose range it does not leave. What `dtype` holds stays, but for
     numbers below 2^-119. The noise is the same each time, so the same x has the same result on the same device."""
+    return _rounded_by(noise_like(x), x, dtype)
+
+
+def noise_like(x: Tensor) -> Tensor:
+    """Draw the noise of `rounded`, float32 of x's shape, uniform in [0, 1)."""
     generator = torch.Generator(x.device).manual_seed(SEED)
-    noise = torch.rand(x.shape, device=x.device, generator=generator)
-    if x.is_cuda:
-        return _on_gpus(noise, x, dtype)
-    return rounded_by(noise, x, dtype)
+    return torch.rand(x.shape, device=x.device, generator=generator)
 
 
 def rounded_by(noise: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,11 +44,4 @@ def rounded_by(noise: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return ((below + goes_up) * step).to(dtype)
 
 
-def compile_for_gpus() -> None:
-    """Have `rounded` compiled to one kernel on GPUs from now on: a dozen operations would read and write all weights a
-    dozen times."""
-    global _on_gpus
-    _on_gpus = torch.compile(rounded_by, dynamic=True)
-
-
-_on_gpus = rounded_by
+_rounded_by = one_kernel(rounded_by)
