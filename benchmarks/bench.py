@@ -434,6 +434,11 @@ def script_names() -> list[str]:
     return scripts
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for a setting that is changed twice."""
+    command_line.check_no_repeats("--set", [text.partition("=")[0] for text in args.set])
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -450,4 +455,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main(command_line.arguments(parser()))
+    main(command_line.arguments(parser(), check_flags))

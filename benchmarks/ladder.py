@@ -22,7 +22,8 @@ from typing import NamedTuple
 import learn
 import learn_record
 
-from flow_grpo.base.formatting import markdown_table
+from flow_grpo.base.errors import UserError
+from flow_grpo.base.formatting import markdown_table, quoted
 from flow_grpo.command_line import command_line
 from flow_grpo.monitoring.plots import read_metrics
 from flow_grpo.settings import config_files
@@ -159,6 +160,21 @@ def _row(key: Rung, runs: list[list[dict]], forwards: float) -> list[str]:
     return [key.size, key.algorithm, f"{key.rate:g}", str(len(accuracies)), *numbers, f"{forwards:,.0f}"]
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for flags of `train` that name something twice, or a base without its folder."""
+    if args.command == "draw":
+        return
+    learn.check_flags(args)
+    sizes = []
+    for text in args.bases:
+        size, has_folder, _ = text.partition("=")
+        # The parts of a run's name are between underscores.
+        if not size or not has_folder or "_" in size:
+            raise UserError(f"--bases {quoted(text)}: write SIZE=FOLDER, with a SIZE without _")
+        sizes.append(size)
+    command_line.check_no_repeats("--bases", sizes)
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of both commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -187,6 +203,6 @@ def main(args: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(command_line.arguments(parser())) > 0)
+        sys.exit(main(command_line.arguments(parser(), check_flags)) > 0)
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f"ladder.py: {error}") from error

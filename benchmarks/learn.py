@@ -214,6 +214,15 @@ def train(args: argparse.Namespace) -> int:
         return list(pool.map(make, range(len(trained)))).count(False)
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for a flag of `train` that names a value twice: two runs would share one folder."""
+    if args.command == "draw":
+        return
+    command_line.check_no_repeats("--only", args.only)
+    command_line.check_no_repeats("--seeds", args.seeds)
+    command_line.check_no_repeats("--set", [text.partition("=")[0] for text in args.set])
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of both commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -246,6 +255,6 @@ def main(args: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(command_line.arguments(parser())) > 0)
+        sys.exit(main(command_line.arguments(parser(), check_flags)) > 0)
     except (ValueError, FileNotFoundError) as error:
         raise SystemExit(f"learn.py: {error}") from error

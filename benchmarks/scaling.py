@@ -323,6 +323,13 @@ def main(args: argparse.Namespace) -> None:
     print(table(read(args.lines)))
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise UserError for a flag that names a value twice."""
+    command_line.check_no_repeats("--runs", args.runs)
+    command_line.check_no_repeats("--gpus", args.gpus)
+    command_line.check_no_repeats("--set", [text.partition("=")[0] for text in args.set])
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -338,4 +345,4 @@ def parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # through the blocks that end what it has started
-    main(command_line.arguments(parser()))
+    main(command_line.arguments(parser(), check_flags))

@@ -93,8 +93,7 @@ def check_flags(args: argparse.Namespace) -> None:
         "--best-of": args.best_of,
     }
     for flag, values in listed.items():
-        if values and len(set(values)) < len(values):
-            raise UserError(f"{flag} names a value twice: {', '.join(map(str, values))}")
+        command_line.check_no_repeats(flag, values)
 
 
 def set_value(config: ConfigDict, text: str) -> None:

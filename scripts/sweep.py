@@ -100,8 +100,7 @@ def _parsed(text: str) -> tuple[str, list[str]]:
     choices = _separated(values)
     if not all(choices):
         raise UserError(f"--vary {quoted(text)} lacks a value: write KEY=VALUE,VALUE")
-    if len(set(choices)) < len(choices):
-        raise UserError(f"--vary {quoted(text)} has a value twice")
+    command_line.check_no_repeats(f"--vary {key}", choices)
     return key, choices
 
 
@@ -142,6 +141,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     for key in keys_of(args.flags):
         _check_flag(key, varied=members[0].values)
     gpus = gpus_of(args.gpus)
+    command_line.check_no_repeats("--gpus", gpus)
     if gpus and len(gpus) < args.ranks:
         raise UserError(f"--ranks {args.ranks} needs {args.ranks} GPUs, and this sweep has {len(gpus)}")
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+from functools import partial
 
 import bench
 import ladder
@@ -14,6 +15,7 @@ import scaling
 import torch
 from build_random_pipeline import clip_config
 from flops import row_flops
+from refused import assert_refused
 from small import CHECKS, MODELS, ROOT, as_prompts, config_of, loaded, plan
 from transformers import CLIPConfig, CLIPModel
 
@@ -285,6 +287,33 @@ def test_scaling_measures_what_its_file_lacks_and_the_hidden_share_of_a_reward(t
     assert f"| reward | 2 | {line['images_per_s'] / 8:.3g} |" in capsys.readouterr().out
     assert line["hidden_share"] == 1 - line["time/reward_s"] / line["reward_alone_s"]
     assert scaling.pending(args) == []
+
+
+def test_a_flag_of_a_benchmark_that_names_a_value_twice_is_refused():
+    """Two runs would share one folder, or the first value would be ignored."""
+    sets = ["--set", "seed=1", "precision=bf16", "seed=2"]
+    bases = ["--bases", "small=a"]
+    commands = [
+        (learn, ["train", "--seeds", "1", "2", "1"], "--seeds names a value twice: 1, 2, 1"),
+        (learn, ["train", "--only", "nft", "nft"], "--only names a value twice"),
+        (learn, ["train", *sets], "--set names a value twice: seed, precision, seed"),
+        (ladder, ["train", *bases, "--seeds", "1", "1"], "--seeds names a value twice"),
+        (ladder, ["train", *bases, "--only", "nft", "nft"], "--only names a value twice"),
+        (ladder, ["train", *bases, "small=b"], "--bases names a value twice: small, small"),
+        (ladder, ["train", "--bases", "folder"], "write SIZE=FOLDER"),
+        (ladder, ["train", "--bases", "very_small=a"], "without _"),
+        (scaling, ["lines.jsonl", "--gpus", "1", "1"], "--gpus names a value twice"),
+        (scaling, ["lines.jsonl", "--runs", "nft", "nft"], "--runs names a value twice"),
+        (scaling, ["lines.jsonl", *sets], "--set names a value twice"),
+        (bench, sets, "--set names a value twice"),
+    ]
+    rows = []
+    for script, words, sentence in commands:
+        check = partial(script.check_flags, script.parser().parse_args(words))
+        rows.append((" ".join(words), check, [sentence]))
+    assert_refused(rows)
+    for script in (learn, ladder):
+        script.check_flags(script.parser().parse_args(["draw"]))
 
 
 def test_a_ladders_runs_differ_in_base_and_rate_alone(tmp_path):

@@ -79,7 +79,7 @@ def test_what_no_run_could_be_started_with_is_refused(tmp_path):
     rows = [
         ("lerning_rate", lambda: parsed(*vary, "train.lerning_rate=1", SCRIPT), ["nearest", "train.learning_rate"]),
         ("no value", lambda: parsed(*vary, "seed=1,,2", SCRIPT), ["seed=1,,2", "lacks a value"]),
-        ("twice", lambda: parsed(*vary, "seed=1,1", SCRIPT), ["has a value twice"]),
+        ("twice", lambda: parsed(*vary, "seed=1,1", SCRIPT), ["--vary seed names a value twice: 1, 1"]),
         ("key twice", lambda: parsed(*vary, "seed=1", "--vary", "seed=2", SCRIPT), ["names a setting twice"]),
         ("run_name", lambda: parsed(*vary, "run_name=a", SCRIPT), ["--vary run_name would be ignored"]),
         ("its flag", lambda: parsed(*vary, "seed=1", SCRIPT, "--config.output_dir=x"), ["output_dir would be ignored"]),
@@ -97,6 +97,7 @@ def test_what_no_run_could_be_started_with_is_refused(tmp_path):
         ("a file", lambda: sweep.main(parsed("--out", file, "--vary", "seed=1", SCRIPT)), ["--out", "is no folder"]),
         ("no script", lambda: parsed(*vary, "seed=1", "nowhere.py"), ["nowhere.py is no file", "package"]),
         ("gpus", lambda: parsed("--gpus=0", "--ranks=2", *vary, "seed=1", SCRIPT), ["--ranks 2", "this sweep has 1"]),
+        ("gpu twice", lambda: parsed("--gpus=0,1,0", *vary, "seed=1", SCRIPT), ["--gpus names a value twice: 0, 1, 0"]),
         ("ranks", lambda: parsed("--ranks=0", *vary, "seed=1", SCRIPT), ["--ranks is 0"]),
         ("slurm", lambda: parsed("--slurm", "--gpus=0", *vary, "seed=1", SCRIPT), ["ignored with --slurm"]),
         (

@@ -84,6 +84,12 @@ def arguments(parser: argparse.ArgumentParser, check: Callable[[argparse.Namespa
         return args
 
 
+def check_no_repeats(flag: str, values: Sequence[object] | None) -> None:
+    """Raise UserError where a flag names a value twice, which would be ignored or made again; None = not given."""
+    if values and len(set(values)) < len(values):
+        raise UserError(f"{flag} names a value twice: {', '.join(map(str, values))}")
+
+
 def prepare_process() -> None:
     """Keep the terminal and the environment from ending this process later. Raise UserError for what only the user can
     mend."""
