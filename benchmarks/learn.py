@@ -4,8 +4,8 @@
     python benchmarks/learn.py draw --out runs/learn
 
 `train` starts what is not finished, resumes what was interrupted, and draws in the end. A run is finished when its
-metrics.jsonl ends with the test of its best weights. `draw` reads the metrics.jsonl of every run and writes
-OUT/table.md and OUT/report.html. docs/howto/evaluate.md says more.
+run.json notes its end. `draw` reads the metrics.jsonl of every run and writes OUT/table.md and OUT/report.html.
+docs/howto/evaluate.md says more.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import learn_record
 from flow_grpo.checkpoints import checkpoints
 from flow_grpo.command_line import command_line
 from flow_grpo.command_line.gpus import visible_gpus
+from flow_grpo.monitoring import provenance
 from flow_grpo.monitoring.plots import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -161,13 +162,13 @@ def job(number: int, name: str, command: list[str], args: argparse.Namespace) ->
     """Make a run that is not finished and say how it ended; return whether it is finished now."""
     folder = args.out / name
     log = args.out / f"{name}.log"
-    if learn_record.is_finished(read_metrics(folder)):
+    if provenance.has_ended(folder):
         print(f"{name}: finished before", flush=True)
         return True
     num_threads = max(1, (os.cpu_count() or 1) // args.parallel)
     start = time.monotonic()
     status = execute(command, log, num_threads, number)
-    finished = learn_record.is_finished(read_metrics(folder))
+    finished = provenance.has_ended(folder)
     outcome = "finished" if finished else f"ended with exit status {status} before its end, see {log}"
     print(f"{name}: {outcome}, {time.monotonic() - start:.0f} s", flush=True)
     return finished

@@ -1,4 +1,4 @@
-"""The table of a study, from the metrics.jsonl of its runs."""
+"""The table of a study, from the folders of its runs."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 from flow_grpo.base.formatting import counted, markdown_table
-from flow_grpo.monitoring import report
+from flow_grpo.monitoring import provenance, report, run_history
 from flow_grpo.monitoring.plots import read_metrics
 
 FIGURE = "shapes_accuracy"  # strict accuracy
 TEST = f"test/{FIGURE}"
-EVAL = f"eval/{FIGURE}"
 BEST = f"test_best/{FIGURE}"
 VARIETY = "test/variety"
 PHASES = ("time/rollout_s", "time/reward_s", "time/update_s")  # training, without evaluation and saving
@@ -19,21 +18,16 @@ HEAD = ["run", "seeds", "last", "best by validation", "highest", "variety", "ima
 
 
 class Seed(NamedTuple):
-    """Summary of one run's metrics.jsonl."""
+    """Summary of one run."""
 
     finished: bool
     num_epochs: int
     accuracies: list[float]  # of its tests
-    best: float | None  # test accuracy of the weights that the validation prompts chose; None without a line for it
+    best: float | None  # test accuracy of the weights that the validation prompts chose; None where they chose none
     variety: list[float]  # of its tests, over the base's
     images: float
     forwards: float
     seconds: float
-
-
-def is_finished(lines: list[dict]) -> bool:
-    """Return whether the lines of a run end with the test of its best weights."""
-    return bool(lines) and lines[-1]["kind"] == "test" and "best_epoch" in lines[-1]
 
 
 def write_pairs_line(folder: Path, report_file: Path, seconds: float) -> None:
@@ -83,10 +77,10 @@ def seed_of(folder: Path) -> Seed:
             for phase in PHASES:
                 seconds += line.get(phase, 0.0)
     return Seed(
-        finished=is_finished(lines),
+        finished=provenance.has_ended(folder),
         num_epochs=num_epochs,
         accuracies=[accuracy for _, accuracy in sorted(accuracy_after.items())],
-        best=_chosen_accuracy(lines, accuracy_after),
+        best=_chosen_accuracy(folder, lines, accuracy_after),
         variety=variety,
         images=images,
         forwards=forwards,
@@ -94,16 +88,16 @@ def seed_of(folder: Path) -> Seed:
     )
 
 
-def _chosen_accuracy(lines: list[dict], accuracy_after: dict[int, float]) -> float | None:
-    """Return the test of the best weights at the run's end, or else that in the epoch of the best validation so far."""
+def _chosen_accuracy(folder: Path, lines: list[dict], accuracy_after: dict[int, float]) -> float | None:
+    """Return the test of the best weights at the run's end, or else that in the epoch of the best policy so far."""
     at_end = [line[BEST] for line in lines if BEST in line]
     if at_end:
         return at_end[-1]
-    evaluations = [line for line in lines if EVAL in line and line["epoch"] in accuracy_after]
-    if not evaluations:
+    # The preparation of pairs, and a run that has not been tested yet, has no policy to choose.
+    if not accuracy_after:
         return None
-    best = max(evaluations, key=lambda line: line[EVAL])
-    return accuracy_after[best["epoch"]]
+    best = run_history.scores(run_history.read_run(folder, folder.name)).best
+    return accuracy_after.get(best.epoch) if best else None
 
 
 def table(out: Path, runs: list[tuple[str, str]], seeds: tuple[int, ...]) -> str:
@@ -149,11 +143,14 @@ def _mean(values: list[float]) -> str:
 
 
 def _state(seeds: dict[int, Seed]) -> str:
-    """Return how many seeds have finished, and how far each other one has come."""
+    """Return how many seeds have finished, how far each other one has come, and which have no best policy."""
     num_finished = sum(seed.finished for seed in seeds.values())
     state = [f"{num_finished} of {len(seeds)}"]
     for number, seed in seeds.items():
         if seed.finished:
+            # No evaluation had the variety of eval.min_variety, say. Means are over the other seeds.
+            if seed.best is None:
+                state.append(f"seed {number} without a best policy")
             continue
         if seed.num_epochs or seed.accuracies:
             state.append(f"seed {number} ended early, after {counted(seed.num_epochs, 'epochs')}")

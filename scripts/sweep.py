@@ -206,7 +206,7 @@ class Sweep:
         """Make every run that has not ended."""
         waiting = []
         for member in self.members:
-            if has_ended(self.out / member.name):
+            if provenance.has_ended(self.out / member.name):
                 print(self.ended_before(member), flush=True)
             else:
                 waiting.append(member)
@@ -235,7 +235,7 @@ class Sweep:
             if status is None:
                 continue
             del self.running[place]
-            if has_ended(self.out / member.name):
+            if provenance.has_ended(self.out / member.name):
                 print(f"{member.name}: has ended", flush=True)
             elif not self.signal:
                 self.failed.append(member.name)
@@ -258,12 +258,6 @@ def places_of(gpus: list[str], ranks: int, parallel: int) -> list[dict[str, str]
     for first in range(0, len(gpus) - ranks + 1, ranks):
         groups.append({"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + ranks])})
     return groups * parallel
-
-
-def has_ended(folder: Path) -> bool:
-    """Return whether a run has come to its end."""
-    starts = provenance.starts(folder)
-    return bool(starts) and "end" in starts[-1]
 
 
 def last_line(log: Path) -> str:
@@ -319,7 +313,7 @@ def _cells(run_folders: list[Path], failed: Collection[str]) -> list[str]:
     rows = []
     missing = Counter()
     for folder in run_folders:
-        row = row_of(folder) if has_ended(folder) else None
+        row = row_of(folder) if provenance.has_ended(folder) else None
         if row:
             rows.append(row)
         else:
@@ -337,7 +331,7 @@ def _cells(run_folders: list[Path], failed: Collection[str]) -> list[str]:
 
 def why_missing(folder: Path, failed: Collection[str]) -> str:
     """Return why a run has no scores, for the table."""
-    if has_ended(folder):
+    if provenance.has_ended(folder):
         return "without a test"
     if folder.name in failed:
         return "failed"
@@ -377,7 +371,10 @@ def main(args: argparse.Namespace) -> int:
         return 0
     sweep = Sweep(args)
     sweep.run()
-    done = [sweep.out / member.name for member in sweep.members if has_ended(sweep.out / member.name)]
+    done = []
+    for member in sweep.members:
+        if provenance.has_ended(sweep.out / member.name):
+            done.append(sweep.out / member.name)
     print(write_table(sweep.out, sweep.members, sweep.failed))
     if done:
         report.write_page(done, sweep.out / "report.html")

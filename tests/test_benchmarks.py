@@ -24,6 +24,7 @@ from flow_grpo.command_line import checks
 from flow_grpo.data.prompts import load_prompts
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.diffusers_patch.size import training_size
+from flow_grpo.monitoring import provenance
 from flow_grpo.run import evaluate, startup, update
 from flow_grpo.settings import config_files, table
 from flow_grpo.weights import load_weights, model_files, policies, quantisation
@@ -153,10 +154,21 @@ def made_up(folder):
     epochs = [epoch(n, 10 * n + 10, 40, 2.0, 1.0) for n in range(4)]
     up_and_down = [*result(0, 0.4, 0.3), *epochs[:2], *result(2, 0.6, 0.5), *epochs[2:], *result(4, 0.5, 0.4), LAST]
     write(folder / "grpo_seed1", up_and_down)
-    config = config_files.load(f"{ROOT}/config/grpo.py:shapes_qwenimage")
-    (folder / "grpo_seed1" / "config.json").write_text(json.dumps(config.to_dict()))
     write(folder / "grpo_seed2", [*result(0, 0.4, 0.3), *epochs[:2], *result(2, 0.7, 0.2), epochs[2]])
+    for name, ended in (("grpo_seed1", True), ("grpo_seed2", False)):
+        describe(folder / name, ended)
     write(folder / "pairs", [epoch(0, 800, 0, 12.0, 0.0)])
+
+
+def describe(folder, ended, **settings):
+    """Write the files of a run that say how it was made, and whether it has ended."""
+    config = config_files.load(f"{ROOT}/config/grpo.py:shapes_qwenimage")
+    config.update_from_flattened_dict({"eval.best_by": learn_record.FIGURE, **settings})
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    start = {"start": "", "command": []}
+    if ended:
+        start["end"] = ""
+    (folder / provenance.FILE).write_text(json.dumps({"starts": [start]}))
 
 
 def cells(text, title):
@@ -193,6 +205,21 @@ def test_the_table_has_a_row_for_every_run_and_the_numbers_worked_out_by_hand(tm
     folders = [learn.PAIRS, *(run.name for run in learn.RUNS)]
     assert len(set(folders)) == len(folders), "each has a folder of its own"
     assert "grpo_seed1" in (tmp_path / "report.html").read_text()
+
+
+def test_the_best_of_a_study_has_the_variety_that_its_runs_ask_for(tmp_path):
+    """The first run's highest validation has too little of it, and the second run's has too little from the start."""
+    for seed, varieties, ended in ((1, (1.0, 0.95, 0.5), False), (2, (0.8, 0.7, 0.6), True)):
+        lines = []
+        for number, variety in enumerate(varieties):
+            evaluation, test = result(number, 0.4 + 0.1 * number, 0.4 + 0.1 * number)
+            lines += [evaluation | {"eval/variety": variety}, test, epoch(number, 10, 40, 2.0, 1.0)]
+        write(tmp_path / f"grpo_seed{seed}", lines)
+        describe(tmp_path / f"grpo_seed{seed}", ended, **{"eval.min_variety": 0.9})
+    state, last, best, highest, *_ = cells(learn_record.table(tmp_path, [("grpo", "one")], (1, 2)), "one")
+    assert state == "1 of 2; seed 1 ended early, after 3 epochs; seed 2 without a best policy"
+    assert best == "0.500 (0.500 to 0.500)"
+    assert last == highest == "0.600 (0.600 to 0.600)"
 
 
 def test_a_finished_run_is_not_repeated_and_others_are(tmp_path, monkeypatch, capfd):

@@ -178,7 +178,7 @@ def test_a_run_that_has_ended_is_named_with_the_flags_that_were_others(tmp_path)
     entry = {"start": "", "command": command, "end": ""}
     (tmp_path / member.name / provenance.FILE).write_text(json.dumps({"starts": [entry]}))
 
-    assert sweep.has_ended(tmp_path / member.name)
+    assert provenance.has_ended(tmp_path / member.name)
     assert then.ended_before(member) == "seed_1: has ended before"
     longer = sweep.Sweep(parsed(*vary, f"{model}?key=another", "--config.num_epochs=8"))
     said = longer.ended_before(member)

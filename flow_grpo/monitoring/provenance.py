@@ -127,6 +127,12 @@ def starts(run_folder: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def has_ended(run_folder: Path) -> bool:
+    """Return whether a run has come to its end."""
+    entries = starts(run_folder)
+    return bool(entries) and "end" in entries[-1]
+
+
 def last_start(run_folder: Path) -> Start | None:
     """Return the last entry of run.json; None if there is none. Raises UserError for a damaged one."""
     entries = starts(run_folder)
