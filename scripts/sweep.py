@@ -276,9 +276,14 @@ class Row(NamedTuple):
     best: float
 
 
+def scores_of(folder: Path) -> run_history.Scores:
+    """Return the scores of a run."""
+    return run_history.scores(run_history.read_run(folder, folder.name))
+
+
 def row_of(folder: Path) -> Row | None:
-    """Return the scores of a run that has ended; None if it made no validation or no test."""
-    scores = run_history.scores(run_history.read_run(folder, folder.name))
+    """Return the scores of a run that has ended; None if it made no test or chose no best policy."""
+    scores = scores_of(folder)
     values = []
     for score in (scores.best, scores.first_test, scores.last_test, scores.test_of_best):
         if score is None:
@@ -332,7 +337,8 @@ def _cells(run_folders: list[Path], failed: Collection[str]) -> list[str]:
 def why_missing(folder: Path, failed: Collection[str]) -> str:
     """Return why a run has no scores, for the table."""
     if provenance.has_ended(folder):
-        return "without a test"
+        # A run that tests chooses a best policy, unless none of its evaluations may be the best (eval.min_variety).
+        return "without a best policy" if scores_of(folder).last_test else "without a test"
     if folder.name in failed:
         return "failed"
     return "not ended" if provenance.starts(folder) else "not begun"

@@ -155,17 +155,24 @@ def test_the_table_has_means_over_seeds_and_the_lowest(recorded, tmp_path):
 
 
 def test_the_table_says_of_each_combination_how_many_runs_have_no_scores_and_why(recorded, tmp_path):
-    members = sweep.members_of(["train.learning_rate=1,2,3", "seed=1,2"])
-    complete, untested, begun, failed, *_ = [tmp_path / member.name for member in members]
-    for folder in (complete, untested, begun):
+    members = sweep.members_of(["train.learning_rate=1,2,3,4", "seed=1,2"])
+    complete, untested, begun, failed, _, _, too_alike, removed = [tmp_path / member.name for member in members]
+    for folder in (complete, untested, begun, too_alike, removed):
         shutil.copytree(recorded("nft").folder, folder)
     lines = (untested / "metrics.jsonl").read_text().splitlines()
     (untested / "metrics.jsonl").write_text("\n".join(line for line in lines if '"test/' not in line) + "\n")
     change_json(begun / "run.json", starts=[{"start": "", "command": [SCRIPT]}])
+    # A run tests no best weights that it lacks: there was none of enough variety, or best/ was removed.
+    for folder in (too_alike, removed):
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        (folder / "metrics.jsonl").write_text("\n".join(line for line in lines if '"best_epoch"' not in line) + "\n")
+    evaluated = json.loads((too_alike / "config.json").read_text())["eval"]
+    change_json(too_alike / "config.json", eval=evaluated | {"min_variety": 1.0, "noises_per_prompt": 2})
     rows = sweep.write_table(tmp_path, members, [failed.name]).splitlines()[2:]
     assert rows[0].startswith("| 1 | 1 (1 without a test) | ")
     assert rows[1] == "| 2 | 0 (1 not ended, 1 failed) |  |  |  |  |  |"
     assert rows[2] == "| 3 | 0 (2 not begun) |  |  |  |  |  |"
+    assert rows[3] == "| 4 | 0 (2 without a best policy) |  |  |  |  |  |"
 
 
 def test_a_run_that_has_ended_is_named_with_the_flags_that_were_others(tmp_path):
