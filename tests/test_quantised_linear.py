@@ -111,9 +111,10 @@ def test_the_gradient_is_that_of_the_stored_weight(kind, tokens, compiled):
     assert all(p.grad is None for p in layer.parameters())
 
 
-def test_a_compiled_graph_keeps_no_unpacked_weight_for_the_backward():
-    """The stored one is a buffer, which is there anyway."""
-    layer = layer_of(EightBitLinear, draw(64, 128))
+@pytest.mark.parametrize("kind", [EightBitLinear, NF4Linear])
+def test_a_compiled_graph_keeps_no_unpacked_weight_for_the_backward(kind):
+    """Stored weights are buffers, which are there anyway."""
+    layer = layer_of(kind, draw(64, 128))
     # The compiler's own choice of what to keep, without code for a device.
     call = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
     x = draw(2, 101, 128, seed=1).requires_grad_()
@@ -126,8 +127,8 @@ def test_a_compiled_graph_keeps_no_unpacked_weight_for_the_backward():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = call(x)
     result.backward(draw(2, 101, 64, seed=2))
-    matrices = {tensor.dtype for tensor in kept if tensor.shape == layer.shape}
-    assert matrices == {torch.float8_e4m3fn}
+    stored = {tensor.data_ptr() for tensor in layer.buffers()}
+    assert {tensor.data_ptr() for tensor in kept} == stored
 
 
 def gradient(layer, x, grad):

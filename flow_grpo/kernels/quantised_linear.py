@@ -1,7 +1,6 @@
 """Linear layers that are not trained and keep their weights in 8 or 4 bits, with gradients of their inputs."""
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -125,7 +124,7 @@ class EightBitLinear(QuantisedLinear):
         if not (self.rounds_x and is_of_tokens):
             rounds_gradient = self.rounds_gradients and is_of_tokens and not _has_few_rows(x)
             product = ProductOfRoundedGradient if rounds_gradient else UnpackedProduct
-            return product.apply(x.to(self.dtype), self.rows, self.scale, self.bias)
+            return product.apply(x.to(self.dtype), self.bias, self.rows, self.scale)
         assert not (torch.is_grad_enabled() and x.requires_grad), "rounding has no gradient"
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         if _has_few_rows(x):
@@ -214,9 +213,10 @@ class NF4Linear(QuantisedLinear):
 
     codes: Tensor  # [out, in / 2] uint8, two 4-bit codes each
     scale: Tensor  # [out, blocks of a row] bf16
+    levels: Tensor  # [16] f32, of the codes; here, since a copy from the host in each forward would wait for it
 
     def empty(self, device: torch.device) -> dict[str, Tensor]:
-        """Make codes, two a byte, and a bfloat16 scale for each block of a row."""
+        """Make codes, two a byte, a bfloat16 scale for each block of a row, and the levels of codes."""
         if self.in_features % 2:
             raise UserError(
                 f"a layer of {counted(self.in_features, 'columns')} has an odd number of 4-bit codes in a row"
@@ -225,38 +225,44 @@ class NF4Linear(QuantisedLinear):
         return dict(
             codes=torch.empty(self.out_features, self.in_features // 2, dtype=torch.uint8, device=device),
             scale=torch.empty(self.out_features, num_blocks, dtype=torch.bfloat16, device=device),
+            levels=torch.empty(len(NF4_LEVELS), device=device),
         )
 
     def store(self, weight: Tensor) -> None:
         """Round each weight to the nearest level of its block's largest."""
+        self.levels.copy_(torch.tensor(NF4_LEVELS))
         # Blocks [out, blocks of a row, weights of a block].
         blocks = weight.to(self.scale.device).float().unflatten(1, (self.scale.shape[1], -1))
         self.scale.copy_(blocks.abs().amax(2))
         shares = blocks / self.scale.float().clamp(min=SMALLEST_SCALE)[..., None]
-        levels = nf4_levels(shares.device)
-        middles = (levels[1:] + levels[:-1]) / 2
+        middles = (self.levels[1:] + self.levels[:-1]) / 2
         codes = torch.bucketize(shares, middles).to(torch.uint8).flatten(1)
         self.codes.copy_(codes[:, ::2] << 4 | codes[:, 1::2])
 
     def forward(self, x: Tensor) -> Tensor:
-        return UnpackedProduct.apply(x.to(self.dtype), self.codes, self.scale, self.bias)
+        return UnpackedProduct.apply(x.to(self.dtype), self.bias, self.codes, self.scale, self.levels)
 
 
 class UnpackedProduct(torch.autograd.Function):
     """Product x W^T + b and the gradient of x, in the dtype of x. W, as it is stored, is unpacked for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stored: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply x [..., in] by W, stored as e4m3 [out, in] or codes [out, in / 2], with scales [out, blocks]."""
-        ctx.save_for_backward(stored, scale)
-        return F.linear(x, _weight(stored, scale, x.dtype), bias)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, *stored: Tensor) -> Tensor:
+        """Multiply x [..., in] by W [out, in].
+
+        Args:
+            stored: of W: rows and scale of an EightBitLinear, or codes, scale and levels of an NF4Linear.
+        """
+        ctx.save_for_backward(*stored)
+        return F.linear(x, _weight(stored, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradient of x from that of the result, [..., out]."""
         (grad,) = grad_outputs
-        stored, scale = ctx.saved_tensors
-        return grad @ _weight_again(stored, scale, grad.dtype), None, None, None
+        stored = ctx.saved_tensors
+        without = [None] * len(stored)
+        return grad @ _weight_again(stored, grad.dtype), None, *without
 
 
 class ProductOfRoundedGradient(UnpackedProduct):
@@ -267,7 +273,7 @@ class ProductOfRoundedGradient(UnpackedProduct):
     """
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Compute the gradient of x [..., in] from that of the result, [..., out]."""
         (grad,) = grad_outputs
         rows, scale = ctx.saved_tensors
@@ -280,33 +286,32 @@ class ProductOfRoundedGradient(UnpackedProduct):
         return product[: len(scaled)].unflatten(0, grad.shape[:-1]).to(grad.dtype), None, None, None
 
 
-def _weight(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _weight(stored: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     """Unpack W [out, in], whichever way it is stored."""
-    if stored.dtype == torch.uint8:
-        return nf4_weight(stored, scale, dtype)
-    return unpacked(stored, scale, dtype)
+    if len(stored) == 2:
+        rows, scale = stored
+        return unpacked(rows, scale, dtype)
+    codes, scale, levels = stored
+    return _of_levels(codes >> 4, codes & 15, scale, levels, dtype)
 
 
-def _weight_again(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _weight_again(stored: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
     """Unpack the same W, bit for bit, by other operations.
 
     A compiled graph whose backward has the operations of its forward keeps what they gave until then: of all layers of
-    Qwen-Image together, 25 GiB of unpacked 8-bit weights. Factors in another order are enough.
+    Qwen-Image together, 25 GiB of unpacked 8-bit weights, or 13 GiB of 4-bit codes, one a byte. Factors in another
+    order, and divisions instead of shifts, are enough.
     """
-    if stored.dtype == torch.uint8:
-        return nf4_weight(stored, scale, dtype)
-    return (scale * stored.float()).to(dtype)
+    if len(stored) == 2:
+        rows, scale = stored
+        return (scale * rows.float()).to(dtype)
+    codes, scale, levels = stored
+    return _of_levels(codes // 16, codes % 16, scale, levels, dtype)
 
 
-@lru_cache
-def nf4_levels(device: torch.device) -> Tensor:
-    """Levels [16] f32; once per device, since a copy from the host would wait for it."""
-    return torch.tensor(NF4_LEVELS, device=device)
-
-
-def nf4_weight(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Unpack W [out, in] of 4-bit codes, a byte's high one first."""
-    numbers = torch.stack([codes >> 4, codes & 15], -1).flatten(1).int()
+def _of_levels(high: Tensor, low: Tensor, scale: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Unpack W [out, in] of 4-bit codes [out, in / 2], a byte's high one first."""
+    numbers = torch.stack([high, low], -1).flatten(1).int()
     # Blocks [out, blocks of a row, weights of a block].
-    blocks = nf4_levels(codes.device)[numbers].unflatten(1, (scale.shape[1], -1))
+    blocks = levels[numbers].unflatten(1, (scale.shape[1], -1))
     return (blocks * scale[..., None].float()).flatten(1).to(dtype)
