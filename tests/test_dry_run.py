@@ -20,6 +20,7 @@ from flow_grpo.data.prompts import Split
 from flow_grpo.diffusers_patch import model_classes, registry
 from flow_grpo.diffusers_patch.sampling_params import of_validation
 from flow_grpo.diffusers_patch.size import Size
+from flow_grpo.evaluation import saved_images
 from flow_grpo.plan import estimate, forwards, measured, row_cost, sketch
 from flow_grpo.run import dry_run
 from flow_grpo.run.run import Experiment, Prompts
@@ -296,6 +297,46 @@ def test_hours_of_evaluations_are_those_of_their_shortcuts():
     assert seconds(**{"sample.rollout_weights": "merged_fp8"}) < merged
     halved = seconds(**{"sample.flash_ratio": 0.5, "eval.flash_ratio": 0.5})
     assert halved == pytest.approx(merged / 2, rel=0.1)
+
+
+def test_a_dry_run_counts_the_files_that_evaluations_save(shallow, tmp_path, capsys):
+    """Each of three evaluations, before epochs 0 and 2 and after the last one, draws 3 prompts with 2 noises."""
+    how = shallow | dict(eval__save_images=3, eval__noises_per_prompt=2, num_epochs=3, eval_freq=2)
+    with pytest.raises(SystemExit):
+        train("shapes_qwenimage", tmp_path / "runs", dry_run=1, **how)
+    said = capsys.readouterr().out
+    assert "images/: 18 png files of eval.save_images, at most 0.013 MB each and 0.00024 GB together" in said
+    with pytest.raises(SystemExit):
+        train("shapes_qwenimage", tmp_path / "runs", dry_run=1, dry_run_format="json", **how)
+    planned = json.loads(capsys.readouterr().out.splitlines()[-1])
+    saved = list((train("shapes_qwenimage", tmp_path / "runs", **how) / "images").glob("eval_*/*.png"))
+    assert len(saved) == 18
+    sizes = [file.stat().st_size for file in saved]
+    assert 18 * max(sizes) <= 1e9 * planned["saved_images_gb"]
+    # The number of prompts may be smaller than what is to be saved, or nothing be evaluated at all.
+    changes = dict(eval__save_images=50, eval__noises_per_prompt=2, num_epochs=1)
+    config = table.typed(config_of("shapes_qwenimage", tmp_path, **changes))
+    split = Split("validation", as_prompts(["a", "b"]))
+    assert dry_run.num_saved_images(config, [split]) == 2 * 2 * 2
+    assert dry_run.num_saved_images(replace(config, eval_freq=0), [split]) == 0
+
+
+FORMATS = list(itertools.product(saved_images.OPTIONS, [Size(64, 64), Size(512, 512)]))
+FORMATS += [("png", Size(64, 64, 9)), ("webp", Size(64, 64, 9))]
+
+
+@pytest.mark.parametrize(("file_type", "size"), FORMATS, ids=str)
+def test_no_picture_is_larger_than_a_dry_run_says(file_type, size, tmp_path):
+    """Noise cannot be compressed: of all colours it is the largest as PNG, of the brightest as JPEG."""
+    shape = (size.frames, 3, size.height, size.width)
+    noise = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    images = torch.stack([noise, noise.round()])
+    prompts = as_prompts(["a", "b"])
+    saved = saved_images.SavedImages(tmp_path, prompts, [0, 1], file_type)
+    saved.write([(0, 0), (0, 1)], images if size.frames > 1 else images[:, 0])
+    sizes = [file.stat().st_size for file in tmp_path.iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) <= dry_run.picture_bytes(size)
 
 
 @pytest.mark.parametrize(("kind", "num_extra"), [("window", 0), ("nft", 1), ("online dpo", 0)])

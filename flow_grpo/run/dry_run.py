@@ -41,8 +41,11 @@ MOST_STRETCH = 1.1
 TEXT_STEP = 16
 LEAST_PADDING = 0.03
 
-# Upper bound of the header of a file in the cache.
+# Upper bounds: the header of a file in the cache; that of a picture, and what a PNG of noise takes over its pixels.
 HEADER_BYTES = 600
+PICTURE_HEADER_BYTES = 1024
+PNG_OVERHEAD = 1.01
+MB = 1e6
 GB = 1e9
 GIB = 2**30
 
@@ -92,7 +95,8 @@ class Plan(NamedTuple):
     freed_weights: int  # by precompute_modulation
     freed_gib: float  # of each GPU, less the tables in their place
     checkpoint_gb: float
-    disk_gb: float
+    disk_gb: float  # of all weights
+    saved_images_gb: float  # of eval.save_images, at most
     gpu: GpuFigures
 
     def to_json(self) -> str:
@@ -127,6 +131,7 @@ def plan_of(experiment: Experiment, num_extra: int) -> Plan:
         freed_gib=estimate.freed_gib(config, work.model_size),
         checkpoint_gb=checkpoint_bytes(config, policy_bytes, num_extra) / GB,
         disk_gb=disk_bytes(config, policy_bytes, num_extra) / GB,
+        saved_images_gb=num_saved_images(config, prompts.evaluated) * picture_bytes(training_size(config)) / GB,
         gpu=gpu_figures(experiment, work),
     )
 
@@ -154,6 +159,7 @@ def describe(experiment: Experiment, num_extra: int) -> str:
         _modulation(plan),
         f"checkpoints: {rounded(plan.checkpoint_gb)} GB each, at most {rounded(plan.disk_gb)} GB while one is "
         "written, the best and the last weights included",
+        _saved_images(config, prompts.evaluated),
         _cache(experiment),
         _licence(config.model),
         overlap_notice(prompts.train, prompts.evaluated),
@@ -226,8 +232,7 @@ def evaluations(config: Config, evaluated: list[Split]) -> list[str]:
 def drawings(config: Config, evaluated: list[Split]) -> list[Drawing]:
     """Return how the evaluations of a run draw: the choosing prompts, and those of the test where these are others, or
     where the choosing ones are not drawn exactly."""
-    due = [evaluate.due_kinds(config, epoch) for epoch in range(config.num_epochs)]
-    due.append(evaluate.due_kinds(config, config.num_epochs, last=True))
+    due = _due_kinds(config)
     shortcuts = of_validation(config)
     if len(evaluated) == 1 and shortcuts == EXACT:
         return [Drawing(evaluated[0], config.eval_freq, EXACT, times=len([kinds for kinds in due if kinds]))]
@@ -238,6 +243,13 @@ def drawings(config: Config, evaluated: list[Split]) -> list[Drawing]:
         Drawing(evaluated[0], config.eval_freq, shortcuts, num_choosing),
         Drawing(evaluated[-1], config.eval.test_freq, EXACT, num_tests),
     ]
+
+
+def _due_kinds(config: Config) -> list[set[str]]:
+    """Return which kinds of evaluations are due before each epoch, and after the last one."""
+    due = [evaluate.due_kinds(config, epoch) for epoch in range(config.num_epochs)]
+    due.append(evaluate.due_kinds(config, config.num_epochs, last=True))
+    return due
 
 
 def gpu(config: Config, figures: GpuFigures) -> list[str]:
@@ -430,6 +442,36 @@ def disk_bytes(config: Config, policy_bytes: int, num_extra: int) -> int:
 def _exported_bytes(config: Config, policy_bytes: int) -> int:
     """Bytes of the trained weights as `save.export` writes them."""
     return policy_bytes // 2 if config.lora.export_dtype == "bfloat16" else policy_bytes
+
+
+def _saved_images(config: Config, evaluated: list[Split]) -> str:
+    """Line about the files of eval.save_images; "" without any."""
+    count = num_saved_images(config, evaluated)
+    if not count:
+        return ""
+    num_bytes = picture_bytes(training_size(config))
+    files = f"{count:,} {config.eval.image_format} files" if count > 1 else f"1 {config.eval.image_format} file"
+    return (
+        f"images/: {files} of eval.save_images, at most {rounded(num_bytes / MB)} MB each and "
+        f"{rounded(count * num_bytes / GB)} GB together, which their pixels take where nothing can be compressed"
+    )
+
+
+def num_saved_images(config: Config, evaluated: list[Split]) -> int:
+    """Return how many images, or videos, the evaluations of a run write as files."""
+    if not config.evaluates:
+        return 0
+    num_evaluations = len([kinds for kinds in _due_kinds(config) if "eval" in kinds])
+    choosing = part_of(evaluated[0], config.eval.num_prompts)
+    num_prompts = min(config.eval.save_images, len(choosing.prompts))
+    return num_evaluations * num_prompts * config.eval.noises_per_prompt
+
+
+def picture_bytes(size: Size) -> float:
+    """Return the bytes of an image's file at most, of any format of eval.image_format: those of noise, which cannot be
+    compressed. Frames of a video are images."""
+    pixel_bytes = 3 * size.height * size.width
+    return size.frames * (PNG_OVERHEAD * pixel_bytes + PICTURE_HEADER_BYTES)
 
 
 def _cache(experiment: Experiment) -> str:
