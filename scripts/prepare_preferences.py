@@ -118,6 +118,7 @@ from flow_grpo.evaluation.policies_to_compare import Candidate
 from flow_grpo.monitoring import progress
 from flow_grpo.monitoring.dashboard import say
 from flow_grpo.rewards.scores import join_scores
+from flow_grpo.run import input_files
 from flow_grpo.scoring.pool import open_pool
 from flow_grpo.scoring.settings import check_rewards
 from flow_grpo.settings import stored_config
@@ -402,13 +403,20 @@ def held_out_below(options: Options, rows: Rows, num_used: int) -> float:
     return options.validation_share
 
 
-def origin_of(config: Config, options: Options, rows: Rows) -> dict[str, Any]:
-    """Return what a folder is made by and of, as its report has it: "made_by" are the settings, the others digests."""
-    settings = config.to_dict() | {"options": options._replace(max_dropped_share=None)._asdict()}
-    digests = digests_of(rows, options.max_rows)
+def origin_of(config: Config, options: Options, rows: Rows, digests_file: Path | None = None) -> dict[str, Any]:
+    """Return what a folder is made by and of, as its report has it: "made_by" are the settings, the others digests.
+
+    Args:
+        digests_file: remembers digests of files, see `checksums.file_digests`.
+    """
+    origin: dict[str, Any] = {}
+    origin["made_by"] = config.to_dict() | {"options": options._replace(max_dropped_share=None)._asdict()}
+    origin |= digests_of(rows, options.max_rows)
+    origin["model"] = input_files.model_digests(config, digests_file)
     if not options.source:
-        digests["loras"] = lora_digest(config.lora)
-    return {"made_by": settings} | digests
+        origin["loras"] = lora_digest(config.lora)
+        origin["rewards"] = input_files.reward_digests(config, digests_file)
+    return origin
 
 
 def lora_digest(lora: Lora) -> str:
@@ -438,22 +446,27 @@ def digest_of(part: Any) -> str:
     return hashlib.blake2b(repr(part).encode(), digest_size=8).hexdigest()
 
 
+def check_place(folder: Path) -> None:
+    """Make `folder`. Raise UserError if it is no folder, or holds files of something else."""
+    folders.ensure_folder(folder, "config.preferences.path")
+    is_begun = (folder / "unfinished").exists() or (folder / "report.json").exists()
+    if not is_begun and {path.name for path in folder.iterdir()} - {folders.LOCK, folders.DIGESTS}:
+        raise UserError(f"{folder} is not empty, and not made by this script")
+
+
 def claim(folder: Path, origin: dict[str, Any]) -> bool:
     """Lock `folder`, to begin it or to go on with it; return False, and leave it, if it is complete.
 
     It is begun while it holds unfinished/, which has the settings, and complete once report.json is there and
     unfinished/ is removed. Called on the main rank.
 
-    Raises UserError if it was begun with other settings or other rows, holds files of something else, or if another
+    Raises UserError if it was begun with other settings, rows or files, holds files of something else, or if another
     process is at work there.
     """
     unfinished = folder / "unfinished"
     report = folder / "report.json"
-    folders.ensure_folder(folder, "config.preferences.path")
+    check_place(folder)
     is_complete = report.exists() and not unfinished.exists()
-    is_begun = is_complete or unfinished.exists()
-    if not is_begun and {path.name for path in folder.iterdir()} - {folders.LOCK}:
-        raise UserError(f"{folder} is not empty, and not made by this script")
     if not is_complete:
         notice = folders.lock(folder)
         if notice:
@@ -472,7 +485,7 @@ def claim(folder: Path, origin: dict[str, Any]) -> bool:
 
 
 def check_unchanged(folder: Path, origin: dict[str, Any], begun_with: Path) -> None:
-    """Raise UserError if a folder was begun with other settings or of other rows, as the file `begun_with` says."""
+    """Raise UserError if a folder was begun with other settings, rows or files, as the file `begun_with` says."""
     before = folders.read_json(begun_with)
     made_by = origin["made_by"]
     differing = []
@@ -494,6 +507,20 @@ def check_unchanged(folder: Path, origin: dict[str, Any], begun_with: Path) -> N
         # Older folders lack the digests of sources and LoRAs.
         if before.get(part, digest) != digest:
             raise UserError(f"{folder} was begun with other {name}; choose another folder")
+    check_same_files(folder, origin, before)
+
+
+def check_same_files(folder: Path, origin: dict[str, Any], before: dict[str, Any]) -> None:
+    """Raise UserError if a folder was begun with other files of its model or its rewards. Older folders lack their
+    digests."""
+    changed = {
+        "files of the model": input_files.differing(before.get("model"), origin["model"]),
+        "files of rewards": input_files.differing_rewards(before.get("rewards", {}), origin.get("rewards", {})),
+    }
+    for kind, names in changed.items():
+        if names:
+            listed = ", ".join(names[:3])
+            raise UserError(f"{folder} was begun with other {kind} ({listed}): restore them, or choose another folder")
 
 
 def is_made(folder: Path, number: int) -> bool:
@@ -586,7 +613,10 @@ def main(config: ConfigDict, options: Options = DEFAULTS) -> None:
     folder = Path(settings.preferences.path).absolute()
     quantisation.check_device(settings, ranks.device)
     model_files.check_weights(settings.model, type(empty_model))
-    origin = origin_of(settings, options, rows) if distributed.is_main() else {}
+    origin = {}
+    if distributed.is_main():
+        check_place(folder)
+        origin = origin_of(settings, options, rows, input_files.digests_file_of(settings, folder))
     if isinstance(rows, list) and not options.source:
         # The prompts of the data set. Rewards of one's own may change the working directory.
         rows = prompts.with_absolute_sources(rows)

@@ -23,7 +23,7 @@ import warm
 from PIL import Image
 from refused import assert_refused
 from safetensors.torch import save_file
-from small import MODELS, SOURCES, as_prompts, change_json, config_of, few_prompts, loaded, prepare
+from small import MODELS, ROOT, SOURCES, as_prompts, change_json, config_of, few_prompts, flip_a_bit, loaded, prepare
 
 from flow_grpo import rewards
 from flow_grpo.base import folders, rng
@@ -37,7 +37,9 @@ from flow_grpo.diffusers_patch.condition import Condition
 from flow_grpo.diffusers_patch.size import Size
 from flow_grpo.monitoring import progress
 from flow_grpo.rewards.clients.wire import pack_image
+from flow_grpo.run import input_files
 from flow_grpo.scoring.scorers import RewardFailed
+from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config, Lora, Reward
 
 TINY = "flow_grpo/assets/tiny_qwenimage"
@@ -303,6 +305,45 @@ def test_a_folder_goes_on_only_with_the_lora_that_it_was_begun_with(tmp_path):
         assert claim(1, part)
         assert claim(1, part)
         assert_refused([("", partial(claim, 2, part), [f"pairs_{part}", "begun with other files of a LoRA"])])
+
+
+def test_a_folder_goes_on_only_with_the_model_and_reward_files_that_it_was_begun_with(tmp_path, monkeypatch):
+    """An older folder has no digests of either."""
+    model = Path(shutil.copytree(ROOT / TINY, tmp_path / "model"))
+    rewards_folder = tmp_path / "rewards"
+    rewards_folder.mkdir()
+    reward = rewards_folder / "of_ones_own.py"
+    reward.write_text("def load(device):\n    return lambda images, prompts, metadata: images.mean((1, 2, 3))\n")
+    monkeypatch.setenv("FLOW_GRPO_REWARDS", str(rewards_folder))
+    config = table.typed(config_of(NAME, model=str(model), reward_fn={"of_ones_own": 1.0}))
+    folder = tmp_path / "pairs"
+
+    def claim():
+        memory = input_files.digests_file_of(config, folder)
+        origin = prepare_preferences.origin_of(config, prepare_preferences.DEFAULTS, [], memory)
+        is_claimed = prepare_preferences.claim(folder, origin)
+        release(folder)
+        return is_claimed
+
+    assert claim()
+    assert claim()
+    begun = (folder / "unfinished" / "settings.json").read_text()
+    text = reward.read_text()
+    reward.write_text(text.replace("mean", "sum"))
+    assert_refused([("reward", claim, [str(folder), "begun with other files of rewards (of_ones_own): restore them"])])
+    reward.write_text(text)
+    assert claim()
+    weights = model / "vae" / "diffusion_pytorch_model.safetensors"
+    flip_a_bit(weights)
+    words = [str(folder), "begun with other files of the model (vae/diffusion_pytorch_model.safetensors)"]
+    assert_refused([("model", claim, words)])
+    older = json.loads(begun)
+    del older["model"], older["rewards"]
+    (folder / "unfinished" / "settings.json").write_text(json.dumps(older))
+    assert claim()
+    # Images of a source are encoded by the model, and scored by nobody.
+    options = prepare_preferences.Options(source="images")
+    assert prepare_preferences.origin_of(config, options, []).keys() == {"made_by", "rows", "sources", "model"}
 
 
 def test_pairs_of_own_rollouts_have_the_scores_of_the_stored_images(tmp_path):

@@ -79,8 +79,7 @@ def current_inputs(
         prompt_files: files of its data set that it has opened.
         reads_model: False = without those of the model's folder, which `later_model` computes.
     """
-    digests_file = _digests_file(config, run_folder)
-    model = _model_files(config) if reads_model else {}
+    digests_file = digests_file_of(config, run_folder)
     teachers = {}
     for folder in config.train.teachers:
         for name, digest in _adapter_digests(folder, digests_file).items():
@@ -89,11 +88,11 @@ def current_inputs(
     evaluated_files = [file for file in prompt_files if not _is_of_training(file.path.name)]
     return Inputs(
         dataset=checksums.file_digests({file.path.name: file.path for file in prompt_files}, digests_file),
-        model=checksums.file_digests(model, digests_file) | _commit(config),
+        model=model_digests(config, digests_file) if reads_model else _commit(config),
         lora_path=_adapter_digests(config.lora.path, digests_file),
         lora_base=_adapter_digests(config.lora.base, digests_file),
         preferences_path=_pair_digests(config.preferences.path, digests_file),
-        rewards=_reward_digests(config, digests_file),
+        rewards=reward_digests(config, digests_file),
         train_teachers=teachers,
         train_data=_image_digests(config.train.data, digests_file),
         sources=sources,
@@ -104,7 +103,7 @@ def current_inputs(
 def later_model(config: Config, run_folder: Path) -> checksums.LaterDigests:
     """Begin to compute the digests of the model's files, which take as long as the disk takes to read the model, while
     it is loaded from the same files."""
-    return checksums.LaterDigests(_model_files(config), _digests_file(config, run_folder))
+    return checksums.LaterDigests(_model_files(config), digests_file_of(config, run_folder))
 
 
 def write_with_model(run_folder: Path, inputs: Inputs, digests: checksums.LaterDigests) -> Inputs:
@@ -114,10 +113,15 @@ def write_with_model(run_folder: Path, inputs: Inputs, digests: checksums.LaterD
     return inputs
 
 
-def _digests_file(config: Config, run_folder: Path) -> Path:
-    """File that remembers digests: in the cache, or else in the run's folder."""
+def digests_file_of(config: Config, folder: Path) -> Path:
+    """Return the file that remembers digests: in the cache, or else in the folder of a run or of pairs."""
     has_cache = config.cache_dir and Path(config.cache_dir).is_dir()
-    return Path(config.cache_dir if has_cache else run_folder, folders.DIGESTS)
+    return Path(config.cache_dir if has_cache else folder, folders.DIGESTS)
+
+
+def model_digests(config: Config, digests_file: Path | None) -> dict[str, str]:
+    """Return digests of the files of a model's folder, by their paths there, or the commit of a hub id's."""
+    return checksums.file_digests(_model_files(config), digests_file) | _commit(config)
 
 
 def _reward_files(config: Config) -> dict[str, Path]:
@@ -136,9 +140,9 @@ def _reward_files(config: Config) -> dict[str, Path]:
     return files | imported
 
 
-def _reward_digests(config: Config, digests_file: Path) -> dict[str, str]:
-    """Digests of the rewards' files. A shipped file whose comments or names alone have changed since has the digest of
-    its oldest text, so that scores from before are compared."""
+def reward_digests(config: Config, digests_file: Path | None) -> dict[str, str]:
+    """Return digests of the rewards' files. A shipped file whose comments or names alone have changed since has the
+    digest of its oldest text, so that scores from before are compared."""
     digests = checksums.file_digests(_reward_files(config), digests_file)
     for name, texts in json.loads(REWARD_TEXTS.read_text(encoding="utf-8")).items():
         if digests.get(name) in texts:
@@ -166,7 +170,7 @@ def compare_inputs(
     any_differs = False
     changed = []  # of the parts that this run or branch may not change
     for part, place in PLACES.items():
-        names = _differing(getattr(stored, part), getattr(current, part))
+        names = differing(getattr(stored, part), getattr(current, part))
         any_differs = any_differs or bool(names)
         may_differ = is_branch and place.removeprefix("config.") not in INHERITED
         if names and not may_differ:
@@ -190,10 +194,13 @@ def compare_inputs(
 
 def changed_rewards(stored: Inputs | None, current: Inputs) -> list[str]:
     """Return the names of the rewards whose files have changed; what is not known, or new, has not."""
-    if stored is None:
-        return []
-    common = stored.rewards.keys() & current.rewards.keys()
-    return [name for name in sorted(common) if stored.rewards[name] != current.rewards[name]]
+    return differing_rewards(stored.rewards, current.rewards) if stored else []
+
+
+def differing_rewards(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return the names of the rewards whose digests, of `reward_digests`, differ."""
+    common = before.keys() & now.keys()
+    return [name for name in sorted(common) if before[name] != now[name]]
 
 
 def _without_unopened(stored: Inputs, current: Inputs) -> Inputs:
@@ -212,8 +219,9 @@ def _is_of_training(file_name: str) -> bool:
     return file_name.startswith("train")
 
 
-def _differing(before: dict[str, str] | None, now: dict[str, str] | None) -> list[str]:
-    """Names of files that have changed, come or gone. Parts that are not known, or not opened, are not compared."""
+def differing(before: dict[str, str] | None, now: dict[str, str] | None) -> list[str]:
+    """Return the names of files that have changed, come or gone. Parts that are not known, or not opened, are not
+    compared."""
     if not before or not now:
         return []
     return [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
