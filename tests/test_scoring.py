@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 import weakref
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -209,6 +210,55 @@ def test_a_pickle_bomb_does_not_go_off(tmp_path):
             with pytest.raises(client.ServerError, match="no plain pickle"):
                 scorer(random_images(2), ["a"] * 2, [{}] * 2)
     assert not (tmp_path / "was_here").exists()
+
+
+def traceback_of(error):
+    try:
+        raise error
+    except Exception:
+        return traceback.format_exc().encode()
+
+
+def test_an_older_server_whose_reward_raises_is_not_away_and_the_other_images_have_a_score():
+    """Its answer is 500 with the traceback, where our own refuses by 422."""
+
+    def fails_for_one(handler, body, number):
+        requests_of.append(number)
+        images = pickle.loads(body)["meta_datas"]
+        if any(data["prompt"] == "prompt 2" for data in images):
+            return hostile.send(handler, traceback_of(KeyError("color")), 500)
+        hostile.send(handler, pickle.dumps(dict(scores=[0.5] * len(images), strict_rewards=[0.0] * len(images))))
+
+    requests_of = []
+    how = dict(metadata={"tag": "counting", "include": [{"class": "bench", "count": 1}]}, allow_pickle=True)
+    with pytest.raises(RewardFailed, match=r"'geneval'.*its reward raises KeyError: 'color'"):
+        scored_by(fails_for_one, "geneval", **how)
+    assert len(requests_of) == client.ANSWERS
+    for scores in scored_by(fails_for_one, "geneval", max_masked_share=0.5, **how):
+        assert scores["geneval"].isnan().tolist() == [False, False, True, False, False, False]
+    # All images together and the third one alone, each as often as an answer that cannot be read; five others, once.
+    assert len(requests_of) == client.ANSWERS + 2 * (2 * client.ANSWERS + 5)
+
+
+PASSING = {
+    "memory": MemoryError("of the machine"),
+    "GPU": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+    "GPU of an older PyTorch": RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be"),
+    "network": ConnectionResetError(104, "Connection reset by peer"),
+}
+
+
+@pytest.mark.parametrize("kind", [*PASSING, "no traceback"])
+def test_an_older_server_whose_machine_fails_is_asked_again(kind):
+    body = traceback_of(PASSING[kind]) if kind in PASSING else b"<h1>Internal Server Error</h1>"
+
+    def fails_often(handler, _, number):
+        if number <= client.ANSWERS + 1:
+            return hostile.send(handler, body, 500)
+        hostile.send(handler, pickle.dumps(dict(outputs=[0.5] * 6)))
+
+    scores, _ = scored_by(fails_often, "deqa", allow_pickle=True)
+    assert scores["deqa"].tolist() == [0.5] * 6
 
 
 def test_older_servers_are_asked_in_pickle_only_when_that_was_allowed():

@@ -62,6 +62,11 @@ def urls_of(url: str | list[str]) -> list[str]:
     return list(url) if isinstance(url, list | tuple) else [url]
 
 
+def is_ok(status: int, body: bytes) -> bool:
+    """Return whether an answer has the status of one that is to be parsed."""
+    return status == 200
+
+
 def read_token(file: str) -> str:
     """Return the secret that servers and clients share: first line of a file, or else REWARD_TOKEN; "" = none.
 
@@ -93,9 +98,17 @@ class Server:
         url: address such as http://127.0.0.1:18087, or a list of addresses.
         token_file: file whose first line is sent as `Authorization: Bearer`; "" = REWARD_TOKEN, if it is set.
         timeout_s: limit of one request, from its first byte out to its last byte in.
+        is_answer: (status, body) -> whether it is to be parsed, for a protocol whose statuses say less.
     """
 
-    def __init__(self, url: str | list[str], token_file: str = "", timeout_s: float = 120.0):
+    def __init__(
+        self,
+        url: str | list[str],
+        token_file: str = "",
+        timeout_s: float = 120.0,
+        is_answer: Callable[[int, bytes], bool] = is_ok,
+    ):
+        self.is_answer = is_answer
         self.urls = [address.rstrip("/") for address in urls_of(url)]
         self.timeout_s = timeout_s
         self.retry_s = RETRY_S
@@ -147,7 +160,7 @@ class Server:
                         raise
 
     async def _answer(self, path: str, request: dict[str, Any]) -> bytes:
-        """Return the body of an answer with status 200. Raise ServerError if a server refuses, or none is there."""
+        """Return the body of an answer to be parsed. Raise ServerError if a server refuses, or none is there."""
         started = time.monotonic()
         pause = 0.05
         turns = itertools.count(next(self.turns))
@@ -155,7 +168,7 @@ class Server:
             turn = next(turns)
             url = self._choose(turn)
             status, answer = await self._try("POST", url + path, request)
-            if status == 200:
+            if self.is_answer(status, answer):
                 self.away_s[url] = -math.inf
                 return answer
             problem = f"HTTP {status} {excerpt(answer)}" if status else answer.decode()
