@@ -19,6 +19,7 @@ import weakref
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from http.client import IncompleteRead
 
 import hostile
 import httpx
@@ -220,7 +221,7 @@ def traceback_of(error):
 
 
 def test_an_older_server_whose_reward_raises_is_not_away_and_the_other_images_have_a_score():
-    """Its answer is 500 with the traceback, where our own refuses by 422."""
+    """The answer is 500 with the traceback, where our own server refuses by 422."""
 
     def fails_for_one(handler, body, number):
         requests_of.append(number)
@@ -596,14 +597,41 @@ def test_a_served_reward_that_raises_for_every_image_refuses_the_request_with_it
     assert seen == [3, 1, 1, 1] * 2
 
 
-@pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, ConnectionResetError])
-def test_a_server_whose_machine_fails_is_away_and_another_one_scores(kind):
+def answer_with(status):
+    request = httpx.Request("GET", "http://127.0.0.1/")
+    return httpx.HTTPStatusError("", request=request, response=httpx.Response(status, request=request))
+
+
+def raised_from(cause):
+    error = KeyError("a library's own")
+    error.__cause__ = cause
+    return error
+
+
+OF_THE_MACHINE = [MemoryError(), torch.OutOfMemoryError(), torch.AcceleratorError(), ConnectionResetError()]
+OF_THE_MACHINE += [httpx.ConnectError(""), httpx.ReadTimeout(""), httpx.RemoteProtocolError(""), answer_with(503)]
+OF_THE_MACHINE += [client.ServerAway(), IncompleteRead(b""), answer_with(429), raised_from(httpx.PoolTimeout(""))]
+
+
+@pytest.mark.parametrize("error", OF_THE_MACHINE, ids=repr)
+def test_a_server_whose_machine_fails_is_away_and_another_one_scores(error):
+    """The network is of the machine: a reward may itself ask a service, by httpx or by a client of ours."""
+
     def fails(images, prompts, metadata):
-        raise kind("of the machine")
+        raise error
 
     with listening(fails) as broken, listening() as url:
         assert httpx.post(broken + "/score", **parts(GOOD)).status_code == 500
         torch.testing.assert_close(score(pool_of([broken, url]))["avg"], random_images(6).mean((1, 2, 3)))
+
+
+@pytest.mark.parametrize("error", [answer_with(404), client.ServerError("refused"), raised_from(KeyError())], ids=repr)
+def test_a_served_reward_whose_own_service_refuses_is_not_away(error):
+    def fails(images, prompts, metadata):
+        raise error
+
+    with listening(fails) as url:
+        assert httpx.post(url + "/score", **parts(GOOD)).status_code == 422
 
 
 def test_a_request_at_which_the_machine_has_failed_is_scored_when_it_is_sent_again():

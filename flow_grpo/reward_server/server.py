@@ -10,6 +10,7 @@ import socket
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from http.client import HTTPException as HTTPClientError
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from flow_grpo.reward_server.requests import Job, Limits, Memory, read_job
 from flow_grpo.rewards import describe_error
-from flow_grpo.rewards.clients.client import RETRY_S
+from flow_grpo.rewards.clients.client import RETRY_S, is_of_the_network
 from flow_grpo.rewards.clients.threads import Threads
 from flow_grpo.rewards.scores import SomeFailed, join_scores, scores_of, takes_videos
 
@@ -32,7 +33,7 @@ DECODERS = 2  # threads that decode images
 KEEP_ALIVE_S = 10  # time that a connection without a request stays; longer than clients keep one
 GRACE_S = 3  # time that a request which is being scored has when the server is stopped
 # Errors of the machine, its disk or its network, which may pass, or which a server on another machine may not have.
-MACHINE_ERRORS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, OSError)
+MACHINE_ERRORS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, OSError, HTTPClientError)
 
 
 class JobScores(NamedTuple):
@@ -56,9 +57,19 @@ class JobFailed(NamedTuple):
     error: str
 
 
+def is_of_the_machine(error: BaseException | None) -> bool:
+    """Return whether an error of a reward, or the one that it was raised from, is none of the reward or its input.
+    Libraries of services raise errors of their own from those of the network."""
+    while error is not None:
+        if isinstance(error, MACHINE_ERRORS) or is_of_the_network(error):
+            return True
+        error = error.__cause__
+    return False
+
+
 def failure_of(error: Exception) -> JobFailed:
     """Return what is answered after a reward's error."""
-    if isinstance(error, MACHINE_ERRORS):
+    if is_of_the_machine(error):
         return JobFailed(500, describe_error(error))
     # The reward refuses the input, or fails for it, and would do so again.
     if isinstance(error, ValueError):

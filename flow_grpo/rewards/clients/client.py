@@ -34,7 +34,23 @@ logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 class ServerError(RuntimeError):
-    """Refusal of a request, a server that was away for too long, or an answer that cannot be read."""
+    """Refusal of a request, an answer that cannot be read, or a server that was away for too long (ServerAway)."""
+
+
+class ServerAway(ServerError):
+    """Server that was away for too long, and may be there later."""
+
+
+def is_of_the_network(error: BaseException) -> bool:
+    """Return whether a service that was asked through httpx, or by a Server, was away, overloaded or broken."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return may_pass(error.response.status_code)
+    return isinstance(error, httpx.TransportError | ServerAway)
+
+
+def may_pass(status: int) -> bool:
+    """Return whether a server with this status is overloaded (429) or broken (5xx), not one that refuses."""
+    return status == 429 or status >= 500
 
 
 def excerpt(answer: bytes) -> str:
@@ -135,7 +151,8 @@ class Server:
             request: content, json, data, files or headers of httpx.
 
         Raises, from result():
-            ServerError: refused (3xx, 4xx), too long an answer, or all servers away for over retry_s.
+            ServerError: refused (3xx, 4xx), or too long an answer.
+            ServerAway: all servers away for over retry_s.
             Any error of `parse`, if it raises a ServerError or UserError for each of ANSWERS answers, or another one.
         """
         return asyncio.run_coroutine_threadsafe(self._post(path, parse, request), event_loop("reward requests"))
@@ -172,10 +189,10 @@ class Server:
                 self.away_s[url] = -math.inf
                 return answer
             problem = f"HTTP {status} {excerpt(answer)}" if status else answer.decode()
-            if 300 <= status < 500 and status != 429:
+            if status >= 300 and not may_pass(status):
                 raise ServerError(f"{url}{path} refused: {problem}")
             if time.monotonic() + pause - started > self.retry_s:
-                raise ServerError(f"{url}{path} was away for over {self.retry_s:g} s; last: {problem}")
+                raise ServerAway(f"{url}{path} was away for over {self.retry_s:g} s; last: {problem}")
             # A busy server (429) is not away.
             if status != 429:
                 self._set_aside(url, problem)
