@@ -712,6 +712,22 @@ def test_a_reward_that_changed_is_named_and_its_scores_are_compared_with_no_othe
     assert "shapes" not in inputs_of(served, tmp_path).rewards
 
 
+def test_rewards_that_are_links_to_their_files_are_inputs_once_each(read_files, tmp_path, monkeypatch):
+    """The files lie in one folder, and neither is a module that the other one may have imported."""
+    for folder in ("own", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    names = ["linked_one", "linked_two"]
+    for name in names:
+        (tmp_path / "elsewhere" / f"{name}.py").write_text("load = len")
+        (tmp_path / "own" / f"{name}.py").symlink_to(tmp_path / "elsewhere" / f"{name}.py")
+        monkeypatch.delitem(sys.modules, f"flow_grpo.rewards.{name}", raising=False)
+    monkeypatch.setenv("FLOW_GRPO_REWARDS", str(tmp_path / "own"))
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    read_files[0].reward_fn = dict.fromkeys(names, 1.0)
+    assert {*inputs_of(read_files[0], tmp_path).rewards} == {*names}
+
+
 def test_the_file_of_a_service_is_an_input_since_it_runs_here_and_asks_the_server(read_files, tmp_path):
     config, _ = read_files
     address = {"url": "http://127.0.0.1:1/v1", "model": "judge"}

@@ -154,7 +154,7 @@ def write_parent(run_folder: Path, parent: Parent) -> None:
 
 def modules_beside(file: Path) -> dict[str, Path]:
     """Return what a user's file may depend on: modules that this process has imported from the file's folder, by their
-    paths there, without the file itself, the running script and what is installed."""
+    paths there, itself among them if it was imported, without the running script and what is installed."""
     file = file.resolve()
     installed = _installed_folders()
     modules = {}
@@ -167,7 +167,7 @@ def modules_beside(file: Path) -> dict[str, Path]:
             continue
         path = Path(place).resolve()
         is_installed = str(path).startswith(installed)
-        is_beside = path != file and path.is_relative_to(file.parent)
+        is_beside = path.is_relative_to(file.parent)
         if is_beside and not is_installed and path.is_file():
             modules[str(path.relative_to(file.parent))] = path
     by_path = sorted(modules.items(), key=lambda entry: entry[1])

@@ -131,7 +131,8 @@ def _reward_files(config: Config) -> dict[str, Path]:
     for name in sorted(scored_here):
         file = rewards.reward_file(name)
         if file:
-            files[name] = file
+            # As modules beside it are named: a reward may be a link to its file.
+            files[name] = file.resolve()
     imported = {}
     for name, file in files.items():
         for place, path in provenance.modules_beside(file).items():
