@@ -140,8 +140,8 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise UserError(f"--{name} is {getattr(args, name)}; it is at least 1")
     for key in keys_of(args.flags):
         _check_flag(key, varied=members[0].values)
+    command_line.check_no_repeats("--gpus", gpu_names(args.gpus))
     gpus = gpus_of(args.gpus)
-    command_line.check_no_repeats("--gpus", gpus)
     if gpus and len(gpus) < args.ranks:
         raise UserError(f"--ranks {args.ranks} needs {args.ranks} GPUs, and this sweep has {len(gpus)}")
 
