@@ -2,14 +2,17 @@
 alone: benchmarks/RESULTS.md.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import sympy
+import torch
 from torch import nn
 from torch._inductor import config as inductor
 from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
 from torch._inductor.dependencies import MemoryDep
+from torch._inductor.exc import InductorError
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.virtualized import V
@@ -59,11 +62,28 @@ def test_small_sums_that_the_compiler_would_hold_are_held():
     assert holds_a_row(64 * COLUMN + ROW, 64)
 
 
-def test_compiled_blocks_are_written_so(monkeypatch):
-    """Choices name themselves, so that a kept graph of other ones is not taken for theirs."""
-    monkeypatch.setattr(inductor, "inductor_choices_class", None)
-    compilation.compile_units(nn.Sequential(), ())
-    assert inductor.inductor_choices_class is not None
-    choices = inductor.inductor_choices_class()
-    assert isinstance(choices, RowsInRegisters)
-    assert str(LONGEST_ROW) in choices.uuid()
+def test_every_thread_compiles_blocks_so():
+    """Graphs as they are traced; those of backwards are compiled in autograd's threads."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    choices = []
+
+    def note(graph):
+        choices.append(V.choices)
+        raise RuntimeError("kernels, which take seconds, are next")
+
+    def compiled():
+        with inductor.patch(post_grad_custom_post_pass=note), pytest.raises(InductorError, match="are next"):
+            model(torch.randn(2, 8))
+
+    torch._dynamo.reset()
+    compilation.compile_units(model, ("Linear",))
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(compiled).result()
+    assert isinstance(choices[0], RowsInRegisters)
+
+
+def test_a_kept_graph_of_other_choices_is_not_taken_for_one_of_these():
+    """torch 2.11 knows choices by the name of the function that makes them."""
+    make = compilation.CHOICES["inductor_choices_class"]
+    assert str(LONGEST_ROW) in make.__name__
+    assert str(LONGEST_ROW) in make().uuid()

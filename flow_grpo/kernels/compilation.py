@@ -16,7 +16,6 @@ from diffusers.models.attention import FeedForward
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch._functorch import config as functorch
-from torch._inductor import config as inductor
 
 from flow_grpo.kernels import lora_linear, one_kernel
 from flow_grpo.kernels.lora_linear import AdaptedLinear
@@ -25,10 +24,22 @@ from flow_grpo.kernels.quantised_linear import EightBitLinear
 if TYPE_CHECKING:
     from torch._inductor.choices import InductorChoices
 
+
+def _rows_of_4096() -> "InductorChoices":
+    # Its module imports the compiler.
+    from flow_grpo.kernels.row_reductions import RowsInRegisters
+
+    return RowsInRegisters()
+
+
+# Every graph of this process has this option, since a thread keeps the choices of the first graph that it compiles. A
+# global setting would not reach backward graphs: autograd compiles them in its own threads, and since torch 2.12 each
+# thread has settings of its own. The key of a kept graph holds the choices' `uuid`, in torch 2.11 the function's name.
+CHOICES: dict[str, Any] = dict(inductor_choices_class=_rows_of_4096)
 # The compiler shall not choose among kernels of a sum by measured times, so that a graph compiled again has the same
 # bits. It is an option of each graph, since a global setting would not last: the compiler itself calls
 # torch.use_deterministic_algorithms, which resets it.
-OPTIONS: dict[str, Any] = dict(deterministic=True)
+OPTIONS: dict[str, Any] = dict(deterministic=True, **CHOICES)
 # GELU is nowhere below this, in any rounding.
 LOWEST_GELU = -0.172
 
@@ -43,8 +54,7 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
     """
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    one_kernel.compile_from_now_on()
-    inductor.inductor_choices_class = _row_reductions
+    one_kernel.compile_from_now_on(CHOICES)
     functorch.activation_memory_budget = activation_memory
     # Without it, graphs of quantised layers are made anew in every process.
     functorch.autograd_cache_allow_custom_autograd_functions = True
@@ -57,13 +67,6 @@ def compile_units(transformer: nn.Module, units: tuple[str, ...], activation_mem
         module.forward = torch.compile(forward, dynamic=False, options=OPTIONS)
     if modules:
         modules[0].forward = _wanting_gradients(modules[0].forward)
-
-
-def _row_reductions() -> "InductorChoices":
-    # Its module imports the compiler, which takes seconds.
-    from flow_grpo.kernels.row_reductions import RowsInRegisters
-
-    return RowsInRegisters()
 
 
 def keep_graphs(folder: Path, device: torch.device) -> None:

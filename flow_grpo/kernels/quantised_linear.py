@@ -191,11 +191,13 @@ def quantise(x: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def rounded_sum(change: Tensor, rows: Tensor, scale: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Add a change [out, in] to W of e4m3 rows and their scales [out, 1]; return those of the sum, of which
-    `EightBitLinear.store_sum` speaks.
+    """Add a change [out, in] to W of e4m3 rows and their scales [out, 1], and round the sum stochastically.
 
     Args:
-        noise: [out, in], of the rounding.
+        noise: [out, in], uniform in [0, 1).
+
+    Returns:
+        Rows and scales of the sum. A scale is that of W, or a power of two times it where the row outgrows e4m3.
     """
     total = change / scale + rows.float()
     outgrown = total.abs().amax(1, keepdim=True) / LARGEST
