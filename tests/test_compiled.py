@@ -17,11 +17,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.exc import InductorError
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from flow_grpo.diffusers_patch import loading
 from flow_grpo.diffusers_patch.size import Size
-from flow_grpo.kernels import compilation, lora_linear
+from flow_grpo.kernels import compilation, lora_linear, one_kernel
 from flow_grpo.weights import policies, quantisation
 
 
@@ -196,6 +197,28 @@ def test_four_blocks_of_a_transformer_are_compiled_once(kind, tmp_path, monkeypa
         policies.predict(model, "bf16", *bench_blocks.inputs(model, 8, Size(64, 64), 8, True))
     assert len(model.transformer.transformer_blocks) == 4
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_functions_become_kernels_on_gpus_once_blocks_are_compiled(monkeypatch):
+    """Tensors of a GPU as the compiler sees them, without numbers."""
+    made = []
+
+    def note(function, **options):
+        made.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", note)
+    monkeypatch.setattr(one_kernel, "_options", None)
+    doubled = one_kernel.one_kernel(lambda x: 2 * x)
+    with FakeTensorMode():
+        on_gpu = torch.empty(3, device="cuda")
+        doubled(on_gpu)
+        compilation.compile_units(nn.Sequential(), ())
+        doubled(torch.empty(3))
+        assert made == []
+        doubled(on_gpu)
+        doubled(on_gpu)
+    assert made == [dict(dynamic=True, options=compilation.CHOICES)]
 
 
 @torch.no_grad()

@@ -242,6 +242,15 @@ def test_no_row_of_a_merged_copy_outgrows_8_bits(times, monkeypatch):
     assert torch.equal(growth, growth.round())
 
 
+def test_only_a_row_that_outgrows_8_bits_gets_another_scale():
+    base = layer_of(EightBitLinear, F.normalize(draw(16, 32), p=torch.inf) * LARGEST)  # of scale 1
+    change = torch.zeros(16, 32)
+    change[3] = -4 * LARGEST
+    copy = quantisation.merged_copy(base, change)
+    growth = (copy.scale / base.scale).flatten().tolist()
+    assert growth == [8.0 if row == 3 else 1.0 for row in range(16)]
+
+
 def test_on_gpus_a_merged_weight_comes_from_one_graph_with_the_same_bits():
     """The graph as it is traced; kernels are the compiler's."""
     base = layer_of(EightBitLinear, draw(16, 32))

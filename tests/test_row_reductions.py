@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor
 from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
-from torch._inductor.dependencies import MemoryDep
+from torch._inductor.dependencies import MemoryDep, StarDep
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.sizevars import SizeVarAllocator
@@ -22,40 +22,60 @@ from flow_grpo.kernels.row_reductions import LONGEST_ROW, RowsInRegisters
 
 ROW, COLUMN = sympy.symbols("row column", integer=True)
 WIDTH = 3072
+OF_ROWS = WIDTH * ROW + COLUMN
+OF_COLUMNS = 9216 * COLUMN + ROW
+WHOLE = object()  # a read of what has no index
 
 
 class Kernel(SIMDKernelFeatures):
-    """A kernel that reduces all numbers of one read, of 9,216 rows or columns."""
+    """A kernel whose nodes reduce what they read of 9,216 rows or columns, by the indices of each node's reads."""
 
-    def __init__(self, index, length):
+    def __init__(self, nodes, length):
         super().__init__([], sympy.Integer(9216), sympy.Integer(length))
-        self.read = MemoryDep("x", index, (ROW, COLUMN), (sympy.Integer(9216), sympy.Integer(length)))
+        self.nodes = []
+        for indices in nodes:
+            self.nodes.append([self.read(index) for index in indices])
+
+    def read(self, index):
+        """One of a buffer by an index, or of the whole of it."""
+        if index is WHOLE:
+            return StarDep("x")
+        return MemoryDep("x", index, (ROW, COLUMN), (sympy.Integer(9216), self.reduction_numel))
 
     def reduction_nodes(self):
-        read_writes = SimpleNamespace(reads=[self.read], writes=[])
-        return [SimpleNamespace(read_writes=read_writes)]
+        return [SimpleNamespace(read_writes=SimpleNamespace(reads=reads, writes=[])) for reads in self.nodes]
 
     def get_reduction_hint(self, tiling_scores=None):
         return ReductionHint.DEFAULT
 
 
-def holds_a_row(index, length=WIDTH, shared=False):
+def holds(nodes, length=WIDTH, shared=False):
     with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):
-        return RowsInRegisters().should_use_persistent_reduction(Kernel(index, length), shared)
+        return RowsInRegisters().should_use_persistent_reduction(Kernel(nodes, length), shared)
 
 
-@pytest.mark.parametrize(
-    "index", [WIDTH * ROW + COLUMN, WIDTH * (ROW // 1024) + COLUMN], ids=["row", "row of an image"]
-)
+def holds_a_row(index, length=WIDTH, shared=False):
+    return holds([[index]], length, shared)
+
+
+@pytest.mark.parametrize("index", [OF_ROWS, WIDTH * (ROW // 1024) + COLUMN], ids=["row", "row of an image"])
 def test_a_row_of_a_models_width_stays_in_registers(index):
     assert holds_a_row(index)
 
 
 def test_columns_and_long_rows_and_shared_sums_are_the_compilers_choice():
-    assert not holds_a_row(9216 * COLUMN + ROW)
+    assert not holds_a_row(OF_COLUMNS)
     assert holds_a_row(LONGEST_ROW * ROW + COLUMN, LONGEST_ROW)
     assert not holds_a_row(12288 * ROW + COLUMN, 12288)
-    assert not holds_a_row(WIDTH * ROW + COLUMN, shared=True)
+    assert not holds_a_row(OF_ROWS, shared=True)
+
+
+@pytest.mark.parametrize("other", [OF_COLUMNS, WHOLE], ids=["columns", "no index"])
+def test_a_row_is_held_only_where_all_that_a_kernel_reduces_lies_side_by_side(other):
+    scale_of_a_row = ROW
+    assert holds([[OF_ROWS, scale_of_a_row], [OF_ROWS]])
+    assert not holds([[OF_ROWS, other]])
+    assert not holds([[OF_ROWS], [other]])
 
 
 def test_small_sums_that_the_compiler_would_hold_are_held():

@@ -152,6 +152,8 @@ def padded(x: Tensor) -> Tensor:
 
 def product_of_rows(rows: Tensor, row_scale: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply e4m3 rows [n, k] and scales [n, 1] by e4m3 columns [k, m] and scales [1, m], plus bf16 [m]."""
+    assert len(rows) % 16 == 0, "cuBLAS has no such product"
+    assert columns.stride(0) == 1, "cuBLAS reads columns"
     # CPUs have such products in newer versions of torch alone.
     if not rows.is_cuda:
         product = rows.float() @ columns.float() * row_scale * scale
