@@ -190,6 +190,8 @@ def test_requests_go_to_several_servers_in_turn_and_past_one_that_is_away_which_
         score(pool_of(there, retry_s=0.3, batch_size=1))  # nobody listens there any more
     (line,) = [record.message for record in caplog.records if there in record.message]
     assert f"reward server {there}: ConnectError" in line
+    with pytest.raises(client.ServerAway, match="was away for over"):
+        client.Server(there).post("/score", bytes, content=b"").result()
 
 
 def test_a_pickle_bomb_does_not_go_off(tmp_path):
@@ -241,11 +243,32 @@ def test_an_older_server_whose_reward_raises_is_not_away_and_the_other_images_ha
     assert len(requests_of) == client.ANSWERS + 2 * (2 * client.ANSWERS + 5)
 
 
+def full_memory():
+    try:
+        np.empty(2**62, np.uint8)
+    except MemoryError as error:
+        return error
+
+
+def raised_after(first, error):
+    """Return an error that is raised while another one, which the traceback begins with, is handled."""
+    try:
+        raise first
+    except type(first):
+        error.__context__ = first
+    return error
+
+
 PASSING = {
     "memory": MemoryError("of the machine"),
+    "memory for an array": full_memory(),
+    "memory after another error": raised_after(KeyError("color"), MemoryError("of the machine")),
+    "GPU of a worker": RuntimeError("a worker has failed:\nCUDA error: unspecified launch failure"),
     "GPU": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     "GPU of an older PyTorch": RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be"),
+    "GPU of AMD": RuntimeError("HIP error: unspecified launch failure"),
     "network": ConnectionResetError(104, "Connection reset by peer"),
+    "service that a reward asks": httpx.ReadTimeout("timed out"),
 }
 
 

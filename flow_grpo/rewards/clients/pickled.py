@@ -23,7 +23,9 @@ ALLOWED_GLOBALS |= {f"numpy._core.{name}" for name in ARRAY_GLOBALS}
 
 TRACEBACK = "Traceback (most recent call last):"
 # Words of PyTorch's errors of a GPU, most of which are RuntimeErrors.
-OF_THE_GPU = re.compile("out of memory|CUDA|cuDNN|CUBLAS", re.IGNORECASE)
+OF_THE_GPU = re.compile("out of memory|CUDA|cuDNN|CUBLAS|HIP error", re.IGNORECASE)
+# Words in the names of errors by which libraries, such as numpy, requests and httpx, say the same of the machine.
+OF_A_LIBRARY = re.compile("MemoryError|Timeout|Connect|Protocol|Network|Disconnected|IncompleteRead|URLError|gaierror")
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -83,7 +85,7 @@ def _is_of_the_machine(error: str) -> bool:
     name = error.partition(":")[0].strip().rpartition(".")[2]
     kind = getattr(builtins, name, None)
     is_of_the_system = isinstance(kind, type) and issubclass(kind, OSError | MemoryError)
-    return is_of_the_system or bool(OF_THE_GPU.search(error))
+    return is_of_the_system or bool(OF_A_LIBRARY.search(name) or OF_THE_GPU.search(error))
 
 
 def _number(value: Any) -> float:
