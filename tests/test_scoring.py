@@ -625,8 +625,14 @@ def answer_with(status):
     return httpx.HTTPStatusError("", request=request, response=httpx.Response(status, request=request))
 
 
-def raised_from(cause):
-    error = KeyError("a library's own")
+def raised_from_itself():
+    error = KeyError("color")
+    error.__cause__ = error
+    return error
+
+
+def raised_from(cause, kind=KeyError):
+    error = kind("a library's own")
     error.__cause__ = cause
     return error
 
@@ -648,8 +654,14 @@ def test_a_server_whose_machine_fails_is_away_and_another_one_scores(error):
         torch.testing.assert_close(score(pool_of([broken, url]))["avg"], random_images(6).mean((1, 2, 3)))
 
 
-@pytest.mark.parametrize("error", [answer_with(404), client.ServerError("refused"), raised_from(KeyError())], ids=repr)
-def test_a_served_reward_whose_own_service_refuses_is_not_away(error):
+REFUSALS = [answer_with(404), client.ServerError("refused"), raised_from(KeyError()), raised_from_itself()]
+REFUSALS += [raised_from(FileNotFoundError(), ValueError), raised_from(raised_from(ConnectionError(), ValueError))]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=repr)
+def test_a_served_reward_that_refuses_or_whose_own_service_does_is_not_away(error):
+    """A ValueError refuses the input, whatever it was raised from."""
+
     def fails(images, prompts, metadata):
         raise error
 

@@ -58,11 +58,17 @@ class JobFailed(NamedTuple):
 
 
 def is_of_the_machine(error: BaseException | None) -> bool:
-    """Return whether an error of a reward, or the one that it was raised from, is none of the reward or its input.
-    Libraries of services raise errors of their own from those of the network."""
-    while error is not None:
+    """Return whether an error of a reward, or one that it was raised from, is of the machine or its network, not of the
+    reward or its input. Libraries of services raise errors of their own from those of the network."""
+    # `raise error from error` makes an error its own cause.
+    seen = []
+    while error is not None and error not in seen:
         if isinstance(error, MACHINE_ERRORS) or is_of_the_network(error):
             return True
+        # The input is refused, whatever made that known, such as a file that is missing.
+        if isinstance(error, ValueError):
+            return False
+        seen.append(error)
         error = error.__cause__
     return False
 
