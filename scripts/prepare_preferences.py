@@ -415,7 +415,8 @@ def origin_of(config: Config, options: Options, rows: Rows, digests_file: Path |
     origin["model"] = input_files.model_digests(config, digests_file)
     if not options.source:
         origin["loras"] = lora_digest(config.lora)
-        origin["rewards"] = input_files.reward_digests(config, digests_file)
+        # Those of eval.rewards score no pair, and may not be on this machine.
+        origin["rewards"] = input_files.reward_digests(config.reward_fn, config.reward, digests_file)
     return origin
 
 
@@ -449,9 +450,13 @@ def digest_of(part: Any) -> str:
 def check_place(folder: Path) -> None:
     """Make `folder`. Raise UserError if it is no folder, or holds files of something else."""
     folders.ensure_folder(folder, "config.preferences.path")
-    is_begun = (folder / "unfinished").exists() or (folder / "report.json").exists()
-    if not is_begun and {path.name for path in folder.iterdir()} - {folders.LOCK, folders.DIGESTS}:
-        raise UserError(f"{folder} is not empty, and not made by this script")
+    if (folder / "unfinished").exists() or (folder / "report.json").exists():
+        return
+    for path in folder.iterdir():
+        # Another start, which was killed or is at work, may have left its lock and its digests, or a part of these.
+        is_ours = path.name in (folders.LOCK, folders.DIGESTS) or folders.SCRATCH in path.name
+        if not is_ours:
+            raise UserError(f"{folder} is not empty, and not made by this script")
 
 
 def claim(folder: Path, origin: dict[str, Any]) -> bool:

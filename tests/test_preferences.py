@@ -9,8 +9,10 @@ import json
 import multiprocessing
 import re
 import shutil
+import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -315,8 +317,13 @@ def test_a_folder_goes_on_only_with_the_model_and_reward_files_that_it_was_begun
     reward = rewards_folder / "of_ones_own.py"
     reward.write_text("def load(device):\n    return lambda images, prompts, metadata: images.mean((1, 2, 3))\n")
     monkeypatch.setenv("FLOW_GRPO_REWARDS", str(rewards_folder))
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__])
+    monkeypatch.setattr(sys, "path", [*sys.path])
     config = table.typed(config_of(NAME, model=str(model), reward_fn={"of_ones_own": 1.0}))
     folder = tmp_path / "pairs"
+    folder.mkdir()
+    # Left by a start that was killed while it wrote.
+    (folder / f"digests{folders.SCRATCH}0").write_text("{")
 
     def claim():
         memory = input_files.digests_file_of(config, folder)
@@ -341,6 +348,10 @@ def test_a_folder_goes_on_only_with_the_model_and_reward_files_that_it_was_begun
     del older["model"], older["rewards"]
     (folder / "unfinished" / "settings.json").write_text(json.dumps(older))
     assert claim()
+    # A reward of evaluations scores no pair: it is not even imported.
+    (rewards_folder / "watched.py").write_text("import a_package_that_is_nowhere\n")
+    watching = replace(config, eval=replace(config.eval, rewards=("watched",)))
+    assert set(prepare_preferences.origin_of(watching, prepare_preferences.DEFAULTS, [])["rewards"]) == {"of_ones_own"}
     # Images of a source are encoded by the model, and scored by nobody.
     options = prepare_preferences.Options(source="images")
     assert prepare_preferences.origin_of(config, options, []).keys() == {"made_by", "rows", "sources", "model"}

@@ -6,7 +6,7 @@ A resumed run compares them. Reward servers, and weights that a reward loads, ar
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from flow_grpo.base.errors import UserError
 from flow_grpo.data import captioned_images, preferences
 from flow_grpo.data.prompts import PromptFile
 from flow_grpo.monitoring import provenance
-from flow_grpo.settings.sections import Config
+from flow_grpo.settings.sections import Config, Reward
 from flow_grpo.weights import lora_files
 
 # Files of a pipeline's folder.
@@ -92,7 +92,7 @@ def current_inputs(
         lora_path=_adapter_digests(config.lora.path, digests_file),
         lora_base=_adapter_digests(config.lora.base, digests_file),
         preferences_path=_pair_digests(config.preferences.path, digests_file),
-        rewards=reward_digests(config, digests_file),
+        rewards=reward_digests({*config.reward_fn, *config.eval.rewards}, config.reward, digests_file),
         train_teachers=teachers,
         train_data=_image_digests(config.train.data, digests_file),
         sources=sources,
@@ -124,10 +124,10 @@ def model_digests(config: Config, digests_file: Path | None) -> dict[str, str]:
     return checksums.file_digests(_model_files(config), digests_file) | _commit(config)
 
 
-def _reward_files(config: Config) -> dict[str, Path]:
+def _reward_files(names: Iterable[str], settings: Reward) -> dict[str, Path]:
     """Files of the rewards that are no servers, by the rewards' names, then those beside them that they may import."""
     files = {}
-    scored_here = {*config.reward_fn, *config.eval.rewards} - {*rewards.served(config.reward.args)}
+    scored_here = {*names} - {*rewards.served(settings.args)}
     for name in sorted(scored_here):
         file = rewards.reward_file(name)
         if file:
@@ -141,10 +141,10 @@ def _reward_files(config: Config) -> dict[str, Path]:
     return files | imported
 
 
-def reward_digests(config: Config, digests_file: Path | None) -> dict[str, str]:
-    """Return digests of the rewards' files. A shipped file whose comments or names alone have changed since has the
+def reward_digests(names: Iterable[str], settings: Reward, digests_file: Path | None) -> dict[str, str]:
+    """Return digests of the files of rewards. A shipped file whose comments or names alone have changed since has the
     digest of its oldest text, so that scores from before are compared."""
-    digests = checksums.file_digests(_reward_files(config), digests_file)
+    digests = checksums.file_digests(_reward_files(names, settings), digests_file)
     for name, texts in json.loads(REWARD_TEXTS.read_text(encoding="utf-8")).items():
         if digests.get(name) in texts:
             digests[name] = texts[0]
