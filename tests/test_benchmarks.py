@@ -13,10 +13,11 @@ import pytest
 import random_model
 import scaling
 import torch
+import warm
 from build_random_pipeline import clip_config
 from flops import row_flops
 from refused import assert_refused
-from small import CHECKS, MODELS, ROOT, as_prompts, config_of, loaded, plan
+from small import CHECKS, ENV, MODELS, ROOT, as_prompts, config_of, loaded, plan
 from transformers import CLIPConfig, CLIPModel
 
 from config import grpo, nft
@@ -341,6 +342,23 @@ def test_a_flag_of_a_benchmark_that_names_a_value_twice_is_refused():
     assert_refused(rows)
     for script in (learn, ladder):
         script.check_flags(script.parser().parse_args(["draw"]))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["learn.py", "train", "--seeds", "1", "1"],
+        ["ladder.py", "train", "--bases", "small=a", "--seeds", "1", "1"],
+        ["scaling.py", "lines.jsonl", "--gpus", "1", "1"],
+        ["bench.py", "--set", "seed=1", "seed=2"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_benchmark_checks_its_flags_before_it_begins(command):
+    done = warm.run([f"benchmarks/{command[0]}", *command[1:]], ENV)
+    assert done.returncode == 2
+    assert "names a value twice" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_ladders_runs_differ_in_base_and_rate_alone(tmp_path):

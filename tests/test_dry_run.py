@@ -319,6 +319,11 @@ def test_a_dry_run_counts_the_files_that_evaluations_save(shallow, tmp_path, cap
     split = Split("validation", as_prompts(["a", "b"]))
     assert dry_run.num_saved_images(config, [split]) == 2 * 2 * 2
     assert dry_run.num_saved_images(replace(config, eval_freq=0), [split]) == 0
+    fewer = replace(config, eval=replace(config.eval, num_prompts=1))
+    assert dry_run.num_saved_images(fewer, [split]) == 2 * 1 * 2
+    # Images of a test are not saved: before epoch 1 nothing else is due.
+    tested = replace(config, num_epochs=3, eval_freq=2, eval=replace(config.eval, test_freq=1))
+    assert dry_run.num_saved_images(tested, [split]) == 3 * 2 * 2
 
 
 FORMATS = list(itertools.product(saved_images.OPTIONS, [Size(64, 64), Size(512, 512)]))

@@ -161,7 +161,9 @@ def test_the_table_says_of_each_combination_how_many_runs_have_no_scores_and_why
         shutil.copytree(recorded("nft").folder, folder)
     lines = (untested / "metrics.jsonl").read_text().splitlines()
     (untested / "metrics.jsonl").write_text("\n".join(line for line in lines if '"test/' not in line) + "\n")
-    change_json(begun / "run.json", starts=[{"start": "", "command": [SCRIPT]}])
+    # It had ended, and goes on for more epochs.
+    start = {"start": "", "command": [SCRIPT]}
+    change_json(begun / "run.json", starts=[start | {"end": ""}, start])
     # A run tests no best weights that it lacks: there was none of enough variety, or best/ was removed.
     for folder in (too_alike, removed):
         lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -453,7 +453,7 @@ def _saved_images(config: Config, evaluated: list[Split]) -> str:
     files = f"{count:,} {config.eval.image_format} files" if count > 1 else f"1 {config.eval.image_format} file"
     return (
         f"images/: {files} of eval.save_images, at most {rounded(num_bytes / MB)} MB each and "
-        f"{rounded(count * num_bytes / GB)} GB together, which their pixels take where nothing can be compressed"
+        f"{rounded(count * num_bytes / GB)} GB together, the size of noise, which cannot be compressed"
     )
 
 
