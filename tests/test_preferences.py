@@ -713,6 +713,8 @@ def test_a_malformed_line_and_a_folder_that_is_foreign_or_written_to_are_named(i
             ("locked", lambda: prepare(NAME, locked), ["writing", locked]),
         ]
         assert_refused(rows)
+    # Not even digests are written into a folder of something else.
+    assert not (images / folders.DIGESTS).exists()
 
 
 RED, BLUE = (picture(number, 8, 8) for number in (0, 1))
