@@ -241,7 +241,10 @@ class NF4Linear(QuantisedLinear):
         shares = blocks / self.scale.float().clamp(min=SMALLEST_SCALE)[..., None]
         middles = (self.levels[1:] + self.levels[:-1]) / 2
         codes = torch.bucketize(shares, middles).to(torch.uint8).flatten(1)
-        self.codes.copy_(codes[:, ::2] << 4 | codes[:, 1::2])
+        # The first of two weights is the high half of their byte.
+        high = codes[:, ::2]
+        low = codes[:, 1::2]
+        self.codes.copy_(high << 4 | low)
 
     def forward(self, x: Tensor) -> Tensor:
         return UnpackedProduct.apply(x.to(self.dtype), self.bias, self.codes, self.scale, self.levels)
