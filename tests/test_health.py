@@ -216,7 +216,7 @@ def test_rewards_that_are_all_alike_leave_something_to_learn_where_diversity_cou
         (3, [2], 0.0, "nothing was evaluated since the way of evaluating changed, after 3 epochs"),
         (3, [2, 3], 0.0, "no evaluation was a finite number"),
         (0, [0], 0.0, "no evaluation was a finite number"),
-        (0, [0], 0.9, "no evaluation was a finite number of images with the variety of config.eval.min_variety, 0.9"),
+        (0, [0], 0.9, "no evaluation with the variety of config.eval.min_variety, 0.9, was a finite number"),
     ],
 )
 def test_a_run_without_a_best_policy_to_go_back_to_ends_and_says_why_there_is_none(

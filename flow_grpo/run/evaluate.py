@@ -166,7 +166,7 @@ def why_no_best(run: Run) -> str:
         return f"nothing was evaluated since the way of evaluating changed, {changed}"
     if run.config.eval.min_variety:
         least = f"the variety of config.eval.min_variety, {run.config.eval.min_variety}"
-        return f"no evaluation was a finite number of images with {least}"
+        return f"no evaluation with {least}, was a finite number"
     return "no evaluation was a finite number"
 
 
