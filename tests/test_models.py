@@ -33,6 +33,7 @@ from small import (
     train,
 )
 from test_ranks import on_two_ranks
+from torch.overrides import TorchFunctionMode
 
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
@@ -198,6 +199,42 @@ def test_guidance_and_prompt_are_heard_and_neither_neighbours_nor_padding(model)
     swapped = model.velocity(x, t, condition.take(torch.tensor([1, 2, 0])), 1.0, size)
     assert (plain - guided).abs().max() > 1e-4
     assert (plain - swapped).abs().max() > 1e-4
+
+
+class HostReads(TorchFunctionMode):
+    """Names of calls that would copy from the host, or to it, on a GPU."""
+
+    COPIES = ("tensor", "as_tensor", "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
+    FACTORIES = ("arange", "empty", "full", "linspace", "ones", "zeros")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        on_host = name in self.FACTORIES and kwargs.get("device") is None
+        if name in self.COPIES or on_host:
+            self.names.append(name)
+        return function(*args, **kwargs)
+
+
+@torch.no_grad()
+def test_a_forward_copies_nothing_from_the_host(model):
+    """Each copy would wait for all that the GPU has to do. The second forward counts: the first one fills caches."""
+    size = size_of(model.NAME)
+    x = model.noise(size, generators(3))
+    t = torch.tensor([900.0, 500.0, 100.0])
+    condition = model.encode(as_prompts(TEXTS, model.NAME), width=32)
+    model.velocity(x, t, condition, 4.0, size)
+    with HostReads() as reads:
+        model.velocity(x, t, condition, 4.0, size)
+    expected = []
+    if model.transformer.config.get("zero_cond_t"):
+        # diffusers tells tokens of the image from those of its source by a list, once in each of both forwards.
+        expected = ["tensor", "tensor"]
+    assert reads.names == expected
 
 
 def test_a_prompt_of_too_many_tokens_is_named(model):

@@ -45,7 +45,9 @@ class Flux(FlowModel):
 
     def positions(self, rows: int, columns: int) -> Tensor:
         """Positions [rows * columns, 3] of a picture's tokens: the picture's number, here 0, row and column."""
-        return FluxPipeline._prepare_latent_image_ids(1, rows, columns, self.device, torch.float32)
+        # Outside, the positions would be made on the host, which waits for the device.
+        with self.device:
+            return FluxPipeline._prepare_latent_image_ids(1, rows, columns, self.device, torch.float32)
 
     def forward(self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float, size: Size) -> Tensor:
         return self.transformed(x, t, condition, guidance_scale, self.positions(*self.grid(size)))
