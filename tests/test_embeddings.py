@@ -45,6 +45,26 @@ def test_every_field_of_a_condition_is_taken_joined_and_repeated():
     assert wider.mask.sum() == 12
 
 
+@pytest.mark.parametrize("masked", [(), (0,), (1,), (0, 1)], ids=["no mask", "prompts'", "negatives'", "both"])
+@pytest.mark.parametrize("widths", [(3, 5), (5, 3), (4, 4)])
+def test_rows_and_their_negatives_are_joined_each_with_its_own_tokens(widths, masked):
+    parts = []
+    for part, (width, value) in enumerate(zip(widths, (1.0, -1.0))):
+        mask = torch.ones(2, width, dtype=torch.bool) if part in masked else None
+        parts.append(Condition(torch.full((2, width, 1), value), mask=mask))
+    positive, negative = parts
+    rows = replace(positive, negative=negative).with_negative_rows()
+    assert rows.text_embeds.shape == (4, max(widths), 1)
+    assert rows.negative is None
+    own_tokens = rows.text_embeds.squeeze(2)
+    if rows.mask is None:
+        assert not masked
+    else:
+        own_tokens = own_tokens.where(rows.mask, 0)
+        assert rows.mask.sum(1).tolist() == [widths[0]] * 2 + [widths[1]] * 2
+    assert own_tokens.sum(1).tolist() == [widths[0]] * 2 + [-widths[1]] * 2
+
+
 @pytest.mark.parametrize("width", [None, 2048])
 def test_a_prompt_that_the_pipeline_would_cut_is_refused(width):
     """Whatever is asked for: two prompts that differ at their ends would have one embedding."""

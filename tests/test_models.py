@@ -201,6 +201,36 @@ def test_guidance_and_prompt_are_heard_and_neither_neighbours_nor_padding(model)
     assert (plain - swapped).abs().max() > 1e-4
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("width", [None, 32])
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].NEGATIVE_PROMPT is not None])
+def test_one_forward_computes_both_velocities_of_guidance_where_it_is_asked_to(name, width):
+    model = loaded(name, torch_dtype=torch.float64)
+    size = size_of(name)
+    x = model.noise(size, generators(3))
+    t = torch.tensor([900.0, 500.0, 100.0])
+    condition = model.encode(as_prompts(UNEQUAL, name), width=width and 96)
+    rows = []
+    model.network.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+    in_two = model.velocity(x, t, condition, 4.0, size)
+    model.batches_guidance = True
+    in_one = model.velocity(x, t, condition, 4.0, size)
+    model.velocity(x, t, condition, model.unguided(4.0), size)
+    assert rows == [3, 3, 6, 3]
+    torch.testing.assert_close(in_one, in_two, rtol=0, atol=rounding(size=16 * 4))
+
+
+@torch.no_grad()
+def test_texts_of_two_widths_share_no_forward_where_padding_is_not_masked():
+    model = loaded("sd3")
+    model.batches_guidance = True
+    condition = model.encode(as_prompts(TEXTS[:1], "sd3"), width=32)
+    wider = replace(condition, negative=model.encode(as_prompts([""], "sd3"), width=40, guided=False))
+    refused = r"texts of \d+ tokens and negatives of \d+ .* set config.batched_guidance to False"
+    with pytest.raises(ValueError, match=refused):
+        model.velocity(model.noise(SIZE, generators(1)), torch.tensor([500.0]), wider, 4.0, SIZE)
+
+
 class HostReads(TorchFunctionMode):
     """Names of calls that would copy from the host, or to it, on a GPU."""
 

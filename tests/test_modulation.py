@@ -92,10 +92,12 @@ def test_tables_compute_what_the_weights_do(name, how):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("batched", [False, True], ids=["two forwards", "one forward"])
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_table_has_the_bits_of_forwards_of_the_runs_own_rows(batch_size):
+def test_a_table_has_the_bits_of_forwards_of_the_runs_own_rows(batch_size, batched):
     """In float32 a CPU multiplies one or two rows otherwise than many."""
-    config = settings_of(sample__batch_size=batch_size)
+    guided = dict(sample__guidance_scale=2.0, batched_guidance=batched)
+    config = settings_of(sample__batch_size=batch_size, **guided)
     timesteps = loaded("qwenimage").schedule(config.sample.num_steps, size_of("qwenimage")).timesteps
     expected = velocities(laid_out(config), config, batch_size, timesteps[1:])
     tables = laid_out(replace(config, **TABLES))

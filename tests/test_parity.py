@@ -44,9 +44,17 @@ def test_blocks_are_compiled_for_one_cause_alone():
     assert all(block.forward.__func__ is own for block in blocks)
 
 
-@pytest.mark.parametrize("name", ["shapes_qwenimage", "shapes_qwenimage_pr", "shapes_qwenimage,mixgrpo,fast"])
-def test_a_sound_rollout_has_no_gap(name, compared):
-    found = compared(name, num_prompts=2)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("shapes_qwenimage", {}),
+        ("shapes_qwenimage_pr", {}),
+        ("shapes_qwenimage,mixgrpo,fast", {}),
+        ("shapes_qwenimage", dict(sample__guidance_scale=4.0, batched_guidance=True)),
+    ],
+)
+def test_a_sound_rollout_has_no_gap(name, how, compared):
+    found = compared(name, num_prompts=2, **how)
     assert list(found) == ["first weights", "changed weights"]
     assert all(one == dict(gap=0.0, first="", cause="") for one in found.values())
 

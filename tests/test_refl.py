@@ -277,6 +277,11 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_made(how, tmp_path):
         ("server", start(reward__args=remote), ["brightness", "server", "no gradient"]),
         ("steps", start(train__gradient_steps=5), ["gradient_steps is 5", "num_steps is 4"]),
         ("negative", start(train__detach_negative=True), ["detach_negative", "guidance_scale 1.0"]),
+        (
+            "batched",
+            start(train__detach_negative=True, batched_guidance=True, **GUIDED),
+            ["detach_negative and config.batched_guidance", "set batched_guidance to False"],
+        ),
         ("leap's", start(train__leap_discount=0.5), ["leap_discount", "gradient_path 'leap'"]),
         ("sparse's", start(",leap", train__sparse_rescale=1.0), ["sparse_rescale", "gradient_path 'sparse'"]),
         ("noisings", start(",draft", train__gradient_steps=2), ["gradient_noisings", "gradient_steps 1"]),

@@ -9,6 +9,7 @@ from small import config_of, few_prompts, lines_of, stored, train
 from flow_grpo import rewards
 from flow_grpo.algorithms.rollout import concat
 from flow_grpo.command_line import checks
+from flow_grpo.diffusers_patch.flow_model import Network
 from flow_grpo.run import sampling, update
 from flow_grpo.run.startup import start
 
@@ -38,6 +39,27 @@ def test_recomputed_log_probs_are_the_updates_own_whatever_the_rollout_noted(nam
         assert first["parity/log_prob_abs_diff_max"] == first["ratio_std"] == 0
         assert epoch["parity/recomputed_abs_diff_max"] == pytest.approx(gap, rel=1e-2)
     assert losses_of(right) == losses_of(cured)
+
+
+def test_batched_guidance_gives_each_forward_of_rollout_update_and_evaluation_twice_the_rows(
+    shallow, tmp_path, monkeypatch
+):
+    plain = Network.forward
+    rows = set()
+
+    def seen(network, x, *inputs):
+        rows.add(len(x))
+        return plain(network, x, *inputs)
+
+    monkeypatch.setattr(Network, "forward", seen)
+    guided = dict(sample__guidance_scale=4.0, eval__guidance_scale=4.0, sample__batch_size=4, eval__batch_size=4)
+    settings = shallow | guided | dict(num_epochs=1, sample__num_prompts_per_epoch=1)
+    in_two = losses_of(lines_of(train("shapes_qwenimage", tmp_path / "two", **settings)))
+    assert rows == {4}
+    rows.clear()
+    in_one = losses_of(lines_of(train("shapes_qwenimage", tmp_path / "one", batched_guidance=True, **settings)))
+    assert rows == {8}
+    assert in_one == pytest.approx(in_two, rel=1e-3)
 
 
 @pytest.mark.parametrize("loss", ["fdfo", "endpoint"])

@@ -114,6 +114,17 @@ class Condition:
             return self
         return replace(self, text_embeds=self.text_embeds[:, :width], mask=self.mask[:, :width])
 
+    def with_negative_rows(self) -> "Condition":
+        """Return 2 B rows: these, then the negative's. Texts of two widths are padded to the longer one's, masked."""
+        assert self.negative is not None, "the caller sees to it"
+        positive = replace(self, negative=None)
+        negative = self.negative
+        if positive.shapes != negative.shapes:
+            width = max(positive.num_tokens, negative.num_tokens)
+            positive = positive.padded(width)
+            negative = negative.padded(width)
+        return Condition.concat([positive, negative])
+
     def dense(self) -> "Condition":
         """Drop the negative and give the rows memory of their own, so that strides depend on nothing else."""
         return _join([replace(self, negative=None)], lambda tensors: tensors[0].contiguous())

@@ -104,6 +104,7 @@ class FlowModel(ABC):
         self.transformer_config = transformer_config or pipeline.transformer.config
         self.network = Network(pipeline.transformer, self.forward)
         self.detach_negative = False  # whether velocities have no gradient by their negative forward
+        self.batches_guidance = False  # whether the negative's rows share the positive's forward
         self.known_timesteps: Tensor | None = None  # [T] f32, on the CPU, of a precomputed modulation; None = any
         self._last_negative: EncodedNegative | None = None
 
@@ -454,10 +455,25 @@ class FlowModel(ABC):
             with compilation.training_graph(self.network, self.SHARD_UNITS):
                 negative = self.network(x, t, condition.negative, guidance_scale, size)
             positive = self.network(x, t, condition, guidance_scale, size)
+        elif self.batches_guidance:
+            rows = self._both_rows(condition)
+            velocities = self.network(torch.cat([x, x]), torch.cat([t, t]), rows, guidance_scale, size)
+            positive, negative = velocities.chunk(2)
         else:
             positive = self.network(x, t, condition, guidance_scale, size)
             negative = self.network(x, t, condition.negative, guidance_scale, size)
         return self.guide(positive, negative, guidance_scale)
+
+    def _both_rows(self, condition: Condition) -> Condition:
+        """Return a condition's rows and its negative's, for one forward."""
+        assert condition.negative is not None, "`velocity` sees to it"
+        widths = condition.num_tokens, condition.negative.num_tokens
+        if not self.CUTS_PADDING and widths[0] != widths[1]:
+            raise ValueError(
+                f"{self.NAME} masks no padding, so texts of {widths[0]} tokens and negatives of {widths[1]} cannot "
+                "share a forward: set config.batched_guidance to False"
+            )
+        return condition.with_negative_rows()
 
     def through(self, blocks: torch.nn.ModuleList, x: Tensor, *block_inputs: Any) -> Tensor:
         """Pass tokens [B, L, D] through blocks of the transformer, with their other inputs."""

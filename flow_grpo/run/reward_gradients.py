@@ -87,6 +87,11 @@ def check(config: Config) -> None:
             f"config.train.detach_negative is True, but with config.sample.guidance_scale "
             f"{config.sample.guidance_scale} velocities have no negative forward"
         )
+    if train.detach_negative and config.batched_guidance:
+        raise UserError(
+            "config.train.detach_negative and config.batched_guidance are True, but a negative forward without a "
+            "gradient is one of its own: set batched_guidance to False"
+        )
 
 
 def load_rewards(run: Run) -> LoadedRewards:

@@ -124,12 +124,13 @@ def precompute(config: Config, model: FlowModel, stored: StoredWeights | None) -
     unread = _names_of_weights(transformer, model.MODULATION)
     model.known_timesteps = _timesteps(config, model).cpu()
     times = _times(config, model)
+    rows_of_forward = _rows_of_forward(config, model)
 
     def compute(name: str, function: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
         layer = transformer.get_submodule(name)
         fsdp_utils.fill_layer(name, layer, model.device, config.precision, stored)
         with torch.no_grad(), policies.autocast(config.precision, model.device):
-            return _in_batches(function, inputs, config.sample.batch_size)
+            return _in_batches(function, inputs, rows_of_forward)
 
     # Of the tokens the embedding reads the dtype alone.
     embed = transformer.get_submodule(model.MODULATION.embedding)
@@ -205,10 +206,17 @@ def _times(config: Config, model: FlowModel) -> Tensor:
     return times.to(fsdp_utils.DTYPES[config.precision]).unique()
 
 
-def _in_batches(compute: Callable[[Tensor], Tensor], inputs: Tensor, batch_size: int) -> Tensor:
-    """Compute rows [T, ...] in batches of the size of the run's: kernels, and so the last bits, depend on it."""
+def _rows_of_forward(config: Config, model: FlowModel) -> int:
+    """Return the rows of a forward of the run's rollouts."""
+    if config.batched_guidance and model.is_guided(config.sample.guidance_scale):
+        return 2 * config.sample.batch_size
+    return config.sample.batch_size
+
+
+def _in_batches(compute: Callable[[Tensor], Tensor], inputs: Tensor, rows_of_forward: int) -> Tensor:
+    """Compute rows [T, ...] in batches of the rows of a forward: kernels, and so the last bits, depend on it."""
     num_rows = len(inputs)
-    num_filled = -(-num_rows // batch_size) * batch_size
+    num_filled = -(-num_rows // rows_of_forward) * rows_of_forward
     filled_up = torch.arange(num_filled, device=inputs.device).clamp(max=num_rows - 1)
-    rows = [compute(part) for part in inputs[filled_up].split(batch_size)]
+    rows = [compute(part) for part in inputs[filled_up].split(rows_of_forward)]
     return torch.cat(rows)[:num_rows]
