@@ -38,8 +38,8 @@ class Ema:
     def move(self, share: float) -> None:
         """average = (1 - share) average + share weight."""
         assert not self.is_applied
-        for name, parameter in self.parameters.items():
-            self.averages[name].lerp_(parameter, share)
+        # All of them at once: one by one, a GPU would wait for the host, which launches a kernel for each.
+        torch._foreach_lerp_(list(self.averages.values()), list(self.parameters.values()), share)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
