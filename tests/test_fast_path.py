@@ -163,7 +163,7 @@ def test_a_training_graph_has_the_bits_and_the_graphs_of_training_and_keeps_noth
     velocity = partial(model.velocity, x, torch.full((3,), 500.0), condition, 4.0, SIZE)
     alive = weakref.WeakSet()
     num_alive = []
-    for block in compilation.modules_of(model.network, family.SHARD_UNITS):
+    for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: num_alive.append(len(alive)))
 
     with torch.autograd.graph.saved_tensors_hooks(partial(Saved, alive), lambda saved: saved.tensor):
@@ -172,7 +172,7 @@ def test_a_training_graph_has_the_bits_and_the_graphs_of_training_and_keeps_noth
         num_alive.clear()
         num_graphs = len(graphs)
         kept_before = len(alive)
-        with torch.no_grad(), compilation.training_graph(model.network, family.SHARD_UNITS):
+        with torch.no_grad(), compilation.training_graph(model.network, model.blocks):
             in_rollout = velocity()
     assert set(num_alive) == {kept_before}
     assert len(graphs) == num_graphs > 0

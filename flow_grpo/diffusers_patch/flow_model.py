@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -181,6 +182,11 @@ class FlowModel(ABC):
     def transformer(self) -> Any:
         """Transformer that is trained, as diffusers has it, with its names of weights."""
         return self.pipeline.transformer
+
+    @cached_property
+    def blocks(self) -> list[torch.nn.Module]:
+        """Modules of the classes SHARD_UNITS, in the order of the transformer."""
+        return compilation.modules_of(self.network, self.SHARD_UNITS)
 
     def check_size(self, size: Size) -> None:
         """Raise UserError for an image or a video that the model cannot draw. Needs no weight."""
@@ -452,7 +458,7 @@ class FlowModel(ABC):
             raise ValueError(f"guidance_scale is {guidance_scale}, but the condition was encoded with guided=False")
         if self.detach_negative and torch.is_grad_enabled():
             # First, so that what it computes is freed before the positive forward keeps what its backward needs.
-            with compilation.training_graph(self.network, self.SHARD_UNITS):
+            with compilation.training_graph(self.network, self.blocks):
                 negative = self.network(x, t, condition.negative, guidance_scale, size)
             positive = self.network(x, t, condition, guidance_scale, size)
         elif self.batches_guidance:

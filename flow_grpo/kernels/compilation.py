@@ -171,14 +171,14 @@ def _cut_graph(unit: nn.Module, inputs: tuple, output: Any) -> Any:
 
 
 @contextmanager
-def training_graph(network: nn.Module, units: tuple[str, ...]) -> Iterator[None]:
+def training_graph(network: nn.Module, units: list[nn.Module]) -> Iterator[None]:
     """Run forwards inside this block through the graph of training, since that of inference computes other bits.
 
-    What the graph saves for a backward is freed after each module of the classes `units`.
+    What the graph saves for a backward is freed after each of the modules `units`.
     """
     # Prepended, so that they run before the hooks of sharded weights, which must see no graph.
     hooks = [network.register_forward_hook(_detach_output, prepend=True)]
-    for module in modules_of(network, units):
+    for module in units:
         hooks.append(module.register_forward_hook(_cut_graph, prepend=True))
     try:
         with torch.enable_grad():

@@ -36,7 +36,7 @@ from flow_grpo.run.input_files import Inputs
 from flow_grpo.scoring.pool import Pool
 from flow_grpo.settings import table
 from flow_grpo.settings.sections import Config
-from flow_grpo.weights import fsdp_utils, policies
+from flow_grpo.weights import policies
 from flow_grpo.weights.ema import Ema
 
 
@@ -212,7 +212,7 @@ class Run:
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Parameters that are trained."""
-        return list(fsdp_utils.trainable_parameters(self.pipeline.transformer).values())
+        return list(self.ema.parameters.values())
 
     @property
     def exact(self) -> Callable:
@@ -222,7 +222,7 @@ class Run:
         """
         if not self.config.compile:
             return nullcontext
-        return partial(compilation.training_graph, self.model.network, self.model.SHARD_UNITS)
+        return partial(compilation.training_graph, self.model.network, self.model.blocks)
 
     def velocity(
         self, x: Tensor, t: Tensor, condition: Condition, guidance_scale: float | None = None, size: Size | None = None

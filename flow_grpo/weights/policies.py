@@ -1,7 +1,7 @@
 """Policies of one transformer: the trained one, and the reference that it is held to."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -140,12 +140,12 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
-def adapters_off(transformer: nn.Module) -> AbstractContextManager:
-    """Make the transformer the base model inside this block.
+def adapters_off(layers: Sequence[Any]) -> AbstractContextManager:
+    """Make adapted layers those of the base model inside this block.
 
-    Only a flag of each adapted layer changes; peft's own switch would also turn requires_grad off and on.
+    Only a flag of each layer changes; peft's own switch would also turn requires_grad off and on.
     """
-    return quantisation.flagged(adapted_layers(transformer), "_disable_adapters")
+    return quantisation.flagged(layers, "_disable_adapters")
 
 
 def adapted_layers(transformer: nn.Module) -> list[Any]:
@@ -165,16 +165,20 @@ class MergedWeights:
 
     @torch.no_grad()
     def __init__(self, transformer: nn.Module, fp8: bool = False):
-        self.transformer = transformer
         self.layers = adapted_layers(transformer)
         self.base_layers = [_merged_layer(layer, fp8) for layer in self.layers]
+
+        # Found once: each forward enters `applied`, and a walk over all modules takes the host milliseconds.
+        self._exchange()
+        self.eight_bit_layers = quantisation.eight_bit_layers(transformer)
+        self._exchange()
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Make the transformer compute with the copy inside this block; after it, everything is bitwise as before."""
         self._exchange()
         try:
-            with adapters_off(self.transformer), quantisation.products_of_8_bits(self.transformer):
+            with adapters_off(self.layers), quantisation.products_of_8_bits(self.eight_bit_layers):
                 yield
         finally:
             self._exchange()
@@ -193,7 +197,7 @@ def fast_forwards(rollout_weights: str, transformer: nn.Module) -> Callable[[], 
     if "merged" in rollout_weights:
         return MergedWeights(transformer, fp8=rollout_weights == "merged_fp8").applied
     if rollout_weights == "fp8":
-        return partial(quantisation.products_of_8_bits, transformer)
+        return partial(quantisation.products_of_8_bits, quantisation.eight_bit_layers(transformer))
     return nullcontext
 
 
@@ -236,20 +240,20 @@ class Reference:
         guidance_scale: float | None = None,
         fresh: bool = True,
     ):
-        self.transformer = transformer
+        self.adapted_layers = adapted_layers(transformer)
         self.interval = interval
         self.kl_limit = kl_limit
         self.moves = bool(interval or kl_limit)
         self.guidance_scale = guidance_scale
         self.num_moves = 0  # times that it has become the policy
-        self.is_fresh = bool(fresh and adapted_layers(transformer))
+        self.is_fresh = bool(fresh and self.adapted_layers)
         self.copy: Ema | None = None
         if self.moves or not self.is_fresh:
             self.copy = Ema(fsdp_utils.trainable_parameters(transformer))
 
     def applied(self) -> AbstractContextManager:
         """Make the transformer the reference inside this block, and the trained policy, bit for bit, after it."""
-        return self.copy.applied() if self.copy else adapters_off(self.transformer)
+        return self.copy.applied() if self.copy else adapters_off(self.adapted_layers)
 
     def guidance(self, policy_scale: float) -> float:
         """Return the guidance scale of the reference's forwards: its own until it first becomes the policy."""

@@ -86,12 +86,16 @@ def quantised_layers(transformer: nn.Module) -> dict[str, QuantisedLinear]:
     return {name: module for name, module in transformer.named_modules() if isinstance(module, QuantisedLinear)}
 
 
-def products_of_8_bits(transformer: nn.Module) -> AbstractContextManager:
+def eight_bit_layers(transformer: nn.Module) -> list[EightBitLinear]:
+    """Return the layers of 8 bits."""
+    return [layer for layer in quantised_layers(transformer).values() if isinstance(layer, EightBitLinear)]
+
+
+def products_of_8_bits(layers: Sequence[EightBitLinear]) -> AbstractContextManager:
     """Make 8-bit layers round their inputs, too, inside this block, which is faster.
 
     For forwards whose velocity enters no log-prob.
     """
-    layers = [layer for layer in quantised_layers(transformer).values() if isinstance(layer, EightBitLinear)]
     return flagged(layers, "rounds_x")
 
 
