@@ -359,6 +359,10 @@ def _check_family(config: Config, family: type[FlowModel]) -> None:
         raise UserError(
             f"config.attention is {config.attention!r}; for {config.model} it may be {', '.join(map(repr, choices))}"
         )
+    if config.batched_guidance and family.NEGATIVE_PROMPT is None:
+        raise UserError(
+            f"config.batched_guidance is True, but guidance of {family.NAME} takes no second forward: set False"
+        )
 
 
 def _check_compile_cache(config: Config) -> None:
