@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 from flow_grpo.base.errors import UserError
 from flow_grpo.base.prompt import Prompt
 from flow_grpo.diffusers_patch import loading, model_classes, registry
-from flow_grpo.diffusers_patch.models.qwenimage import normalisation
+from flow_grpo.diffusers_patch.models.qwenimage import normalisation, without_lengths
 from flow_grpo.diffusers_patch.sample_with_logprob import pipeline_with_logprob
 from flow_grpo.diffusers_patch.size import Size
 
@@ -231,8 +231,17 @@ def test_texts_of_two_widths_share_no_forward_where_padding_is_not_masked():
         model.velocity(model.noise(SIZE, generators(1)), torch.tensor([500.0]), wider, 4.0, SIZE)
 
 
+def _parts(index):
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _selects_by_values(part):
+    is_mask = isinstance(part, torch.Tensor) and part.dtype == torch.bool
+    return is_mask or isinstance(part, list)
+
+
 class HostReads(TorchFunctionMode):
-    """Names of calls that would copy from the host, or to it, on a GPU."""
+    """Names of the usual calls that would copy from the host, or to it, on a GPU. It does not see copies by `to`."""
 
     COPIES = ("tensor", "as_tensor", "item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
     FACTORIES = ("arange", "empty", "full", "linspace", "ones", "zeros")
@@ -245,7 +254,8 @@ class HostReads(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         on_host = name in self.FACTORIES and kwargs.get("device") is None
-        if name in self.COPIES or on_host:
+        by_list_or_mask = name == "__getitem__" and any(map(_selects_by_values, _parts(args[1])))
+        if name in self.COPIES or on_host or by_list_or_mask:
             self.names.append(name)
         return function(*args, **kwargs)
 
@@ -265,6 +275,21 @@ def test_a_forward_copies_nothing_from_the_host(model):
         # diffusers tells tokens of the image from those of its source by a list, once in each of both forwards.
         expected = ["tensor", "tensor"]
     assert reads.names == expected
+
+
+@torch.no_grad()
+def test_diffusers_own_pipeline_still_draws_prompts_of_unequal_lengths_together():
+    """Masks of its own are of integers, and our Qwen-Image stands in for the function that reads them."""
+    model = loaded("qwenimage", torch_dtype=torch.float64)
+    noise = model.noise(SIZE, generators(2))
+    how = model.call_arguments(SIZE, STEPS, 1.0) | dict(output_type="pt")
+    prompts = list(UNEQUAL[:2])
+    together = model.pipeline(prompt=prompts, latents=noise, **how).images
+    for number, prompt in enumerate(prompts):
+        alone = model.pipeline(prompt=prompt, latents=noise[number : number + 1], **how).images
+        torch.testing.assert_close(together[number], alone[0], rtol=0, atol=rounding(size=16 * 4))
+    with pytest.raises(ValueError, match=r"the mask of text \[2, 5\] is \[2, 4\]"):
+        without_lengths(torch.zeros(2, 5, 3), torch.ones(2, 4))
 
 
 def test_a_prompt_of_too_many_tokens_is_named(model):

@@ -40,13 +40,13 @@ def laid_out(config, name="qwenimage"):
     return model
 
 
-def velocities(model, config, num_rows, timesteps):
+def velocities(model, config, num_rows, timesteps, scale=2.0):
     name = model.NAME
     size = size_of(name)
     x = model.noise(size, generators(num_rows))
     condition = model.encode(as_prompts(["a red circle"] * num_rows, name))
     t = timesteps[torch.arange(num_rows) % len(timesteps)]
-    return policies.predict(model, config.precision, x, t, condition, 2.0, size)
+    return policies.predict(model, config.precision, x, t, condition, scale, size)
 
 
 WRONG = {  # what a class of one's own may name by mistake -> what is said of it
@@ -94,14 +94,14 @@ def test_tables_compute_what_the_weights_do(name, how):
 @torch.no_grad()
 @pytest.mark.parametrize("batched", [False, True], ids=["two forwards", "one forward"])
 @pytest.mark.parametrize("batch_size", [1, 2])
-def test_a_table_has_the_bits_of_forwards_of_the_runs_own_rows(batch_size, batched):
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_table_has_the_bits_of_forwards_of_the_runs_own_rows(scale, batch_size, batched):
     """In float32 a CPU multiplies one or two rows otherwise than many."""
-    guided = dict(sample__guidance_scale=2.0, batched_guidance=batched)
-    config = settings_of(sample__batch_size=batch_size, **guided)
+    config = settings_of(sample__batch_size=batch_size, sample__guidance_scale=scale, batched_guidance=batched)
     timesteps = loaded("qwenimage").schedule(config.sample.num_steps, size_of("qwenimage")).timesteps
-    expected = velocities(laid_out(config), config, batch_size, timesteps[1:])
+    expected = velocities(laid_out(config), config, batch_size, timesteps[1:], scale)
     tables = laid_out(replace(config, **TABLES))
-    assert torch.equal(velocities(tables, config, batch_size, timesteps[1:]), expected)
+    assert torch.equal(velocities(tables, config, batch_size, timesteps[1:], scale), expected)
 
 
 def num_bytes(transformer):

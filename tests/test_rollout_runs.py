@@ -4,7 +4,7 @@ import pytest
 import torch
 import train_qwenimage
 import train_qwenimage_pr
-from small import config_of, few_prompts, lines_of, stored, train
+from small import config_of, few_prompts, lines_of, prepare, stored, train
 
 from flow_grpo import rewards
 from flow_grpo.algorithms.rollout import concat
@@ -60,6 +60,12 @@ def test_batched_guidance_gives_each_forward_of_rollout_update_and_evaluation_tw
     in_one = losses_of(lines_of(train("shapes_qwenimage", tmp_path / "one", batched_guidance=True, **settings)))
     assert rows == {8}
     assert in_one == pytest.approx(in_two, rel=1e-3)
+
+    # prepare_preferences.py draws by the same settings.
+    rows.clear()
+    how = dict(max_rows=2, part_size=2, sample__num_images_per_prompt=2, sample__guidance_scale=4.0)
+    prepare("shapes_qwenimage_dpo", tmp_path / "pairs", batched_guidance=True, **how)
+    assert rows == {8}
 
 
 @pytest.mark.parametrize("loss", ["fdfo", "endpoint"])

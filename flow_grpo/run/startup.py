@@ -428,7 +428,6 @@ def lay_out(config: Config, model: FlowModel, mesh: fsdp_utils.DeviceMesh | None
         model.transformer.enable_gradient_checkpointing()
         activation_memory = 1.0
     load_weights.fill_model(config, model, mesh)
-    model.batches_guidance = config.batched_guidance
     attention = flash_attention.usable(config.attention)
     if config.compile or attention:
         model.fuse(attention)

@@ -38,6 +38,7 @@ def fill_model(
             the model's own.
         init: the adapter's first weights; None = by config.lora.
     """
+    model.batches_guidance = config.batched_guidance
     stored = _stored_weights(config, model) if weights is None else StoredWeights(weights)
     quantisation.quantise_units(model.transformer, model.SHARD_UNITS, config.base_precision)
     if config.train.grad_input_precision == "fp8":

@@ -193,11 +193,15 @@ def join_attention(transformer: Any, attention: str = "") -> None:
 
 
 def without_lengths(embeds: Tensor, mask: Tensor | None) -> tuple[int, None, Tensor | None]:
-    """Return the width T of padded text [B, T, C], no lengths, and the mask.
+    """Return the width T of padded text [B, T, C], no lengths, and the mask [B, T] as bool.
 
     It stands in for diffusers' function, which also counts each text's tokens. Nothing reads the counts, and for them a
     number is copied from the host: each forward waited for all that the GPU still had to do.
     """
+    if mask is not None:
+        if mask.shape != embeds.shape[:2]:
+            raise ValueError(f"the mask of text {list(embeds.shape[:2])} is {list(mask.shape)}")
+        mask = mask.bool()
     return embeds.shape[1], None, mask
 
 
