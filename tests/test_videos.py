@@ -312,7 +312,7 @@ def test_smoke_runs_of_published_videos_need_nothing_that_is_not_shipped(name, t
     how = dict(num_epochs=1, eval_freq=0)
     if name.endswith("dpo"):
         how |= dict(preferences__min_margin=0.0, preferences__path=str(tmp_path / "pairs"))
-        prepare(name, tmp_path / "pairs", validation_share=0.0, **how | dict(preferences__min_margin=0.0))
+        prepare(name, tmp_path / "pairs", validation_share=0.0, max_rows=8, **how)
     folder = train(name, tmp_path / "runs", **how)
     assert all(line["grad_norm"] > 0 for line in lines_of(folder, "update"))
     assert all(line.get("parity/log_prob_abs_diff_max", 0) == 0 for line in lines_of(folder, "update"))
