@@ -435,8 +435,8 @@ def script_names() -> list[str]:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise UserError for a setting that is changed twice."""
-    command_line.check_no_repeats("--set", [text.partition("=")[0] for text in args.set])
+    """Raise UserError for a setting that is changed twice, or has no value."""
+    command_line.check_set(args.set)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -216,12 +216,13 @@ def train(args: argparse.Namespace) -> int:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise UserError for a flag of `train` that names a value twice: two runs would share one folder."""
+    """Raise UserError for a flag of `train` that names a value twice, for which two runs would share one folder, or a
+    setting without a value."""
     if args.command == "draw":
         return
     command_line.check_no_repeats("--only", args.only)
     command_line.check_no_repeats("--seeds", args.seeds)
-    command_line.check_no_repeats("--set", [text.partition("=")[0] for text in args.set])
+    command_line.check_set(args.set)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -324,10 +324,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raise UserError for a flag that names a value twice."""
+    """Raise UserError for a flag that names a value twice, and for a setting without a value."""
     command_line.check_no_repeats("--runs", args.runs)
     command_line.check_no_repeats("--gpus", args.gpus)
-    command_line.check_no_repeats("--set", [text.partition("=")[0] for text in args.set])
+    command_line.check_set(args.set)
 
 
 def parser() -> argparse.ArgumentParser:

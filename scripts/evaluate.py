@@ -86,7 +86,6 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UserError(f"--{name} is empty")
     listed = {
         "--rewards": [name for name, _ in args.rewards or ()],
-        "--set": [text.partition("=")[0] for text in args.set],
         "--seeds": args.seeds,
         "--guidance-scales": args.guidance_scales,
         "--sizes": args.sizes,
@@ -94,13 +93,12 @@ def check_flags(args: argparse.Namespace) -> None:
     }
     for flag, values in listed.items():
         command_line.check_no_repeats(flag, values)
+    command_line.check_set(args.set)
 
 
 def set_value(config: ConfigDict, text: str) -> None:
     """Put the KEY=VALUE of --set into a config. Raises UserError for what is no setting, or no value of its type."""
-    key, has_value, value = text.partition("=")
-    if not has_value:
-        raise UserError(f"--set {quoted(text)} has no value: write KEY=VALUE")
+    key, _, value = text.partition("=")
     try:
         before = value_of(config, key)
     except (KeyError, TypeError) as error:

@@ -317,14 +317,19 @@ def test_scaling_measures_what_its_file_lacks_and_the_hidden_share_of_a_reward(t
     assert scaling.pending(args) == []
 
 
-def test_a_flag_of_a_benchmark_that_names_a_value_twice_is_refused():
+def test_a_flag_of_a_benchmark_that_names_a_value_twice_or_a_setting_without_one_is_refused():
     """Two runs would share one folder, or the first value would be ignored."""
+    no_value = ["--set", "seed"]
     sets = ["--set", "seed=1", "precision=bf16", "seed=2"]
     bases = ["--bases", "small=a"]
     commands = [
         (learn, ["train", "--seeds", "1", "2", "1"], "--seeds names a value twice: 1, 2, 1"),
         (learn, ["train", "--only", "nft", "nft"], "--only names a value twice"),
         (learn, ["train", *sets], "--set names a value twice: seed, precision, seed"),
+        (learn, ["train", *no_value], "--set 'seed' has no value: write KEY=VALUE"),
+        (ladder, ["train", *bases, *no_value], "--set 'seed' has no value: write KEY=VALUE"),
+        (scaling, ["lines.jsonl", *no_value], "--set 'seed' has no value: write KEY=VALUE"),
+        (bench, no_value, "--set 'seed' has no value: write KEY=VALUE"),
         (ladder, ["train", *bases, "--seeds", "1", "1"], "--seeds names a value twice"),
         (ladder, ["train", *bases, "--only", "nft", "nft"], "--only names a value twice"),
         (ladder, ["train", *bases, "small=b"], "--bases names a value twice: small, small"),

@@ -90,6 +90,17 @@ def check_no_repeats(flag: str, values: Sequence[object] | None) -> None:
         raise UserError(f"{flag} names a value twice: {', '.join(map(str, values))}")
 
 
+def check_set(texts: Sequence[str]) -> None:
+    """Raise UserError for words of --set without a value, and where a setting is named twice."""
+    keys = []
+    for text in texts:
+        key, has_value, _ = text.partition("=")
+        if not has_value:
+            raise UserError(f"--set {quoted(text)} has no value: write KEY=VALUE")
+        keys.append(key)
+    check_no_repeats("--set", keys)
+
+
 def prepare_process() -> None:
     """Keep the terminal and the environment from ending this process later. Raise UserError for what only the user can
     mend."""
