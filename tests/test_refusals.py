@@ -127,6 +127,8 @@ TRAINING = {  # a script's run -> its rows
         no("min_variety is 0.9", "noises_per_prompt is 1", eval__min_variety=0.9),
         no("batched_guidance is True", "flux", "no second forward", batched_guidance=True,
            model="flow_grpo/assets/tiny_flux"),
+        no("batched_guidance is True", "qwenimage", "no second forward", batched_guidance=True,
+           sample__guidance_scale=1.0, eval__guidance_scale=1.0),
         no("text_multiple is 8", "padding", sample__text_multiple=8, model="flow_grpo/assets/tiny_sd3"),
         no("eval_freq 0", health__action="roll_back", eval_freq=0),
         no("ocr", "'a photo", reward_fn={"ocr": 1.0}),

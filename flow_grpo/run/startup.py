@@ -359,10 +359,22 @@ def _check_family(config: Config, family: type[FlowModel]) -> None:
         raise UserError(
             f"config.attention is {config.attention!r}; for {config.model} it may be {', '.join(map(repr, choices))}"
         )
-    if config.batched_guidance and family.NEGATIVE_PROMPT is None:
+    if config.batched_guidance and not _is_ever_guided(config, family):
         raise UserError(
-            f"config.batched_guidance is True, but guidance of {family.NAME} takes no second forward: set False"
+            f"config.batched_guidance is True, but {family.NAME} takes no second forward at this run's guidance "
+            "scales: set False"
         )
+
+
+def _is_ever_guided(config: Config, family: type[FlowModel]) -> bool:
+    """Tell whether a velocity of the rollout, the update or an evaluation takes a second forward."""
+    scales = [
+        config.sample.guidance_scale,
+        config.train.guidance_scale,
+        config.train.reference_guidance_scale,
+        config.eval.guidance_scale,
+    ]
+    return any(family.is_guided(scale) for scale in scales)
 
 
 def _check_compile_cache(config: Config) -> None:
